@@ -4,6 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+
 HERE = Path(__file__).parent
 
 setup(

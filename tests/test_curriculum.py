@@ -30,9 +30,7 @@ def hide_one(row, question, thinking, answer, hidden, side, hidden_as, keep_posi
 
 @st.composite
 def ragged_batches(draw):
-    sizes = draw(
-        st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=6)
-    )
+    sizes = draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=6))
     seed = draw(st.integers(0, 2**32 - 1))
     hidden = [draw(st.integers(0, 12)) for _ in sizes]
     return sizes, hidden, seed

@@ -1,0 +1,1 @@
+"""Opening trained models up: each module computes one finding and returns plain arrays; `plots` alone draws."""

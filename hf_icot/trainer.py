@@ -1,0 +1,481 @@
+"""The training loop, on Accelerate: batch by index, hide by the curriculum, step, evaluate, keep every stage.
+
+The loop knows nothing of digits: it is given problems as token columns and a curriculum. Everything random in a step
+follows from the seed and the step's number alone, for the whole batch of all processes, so that the number of
+processes changes neither the data nor the loss.
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from tqdm.auto import tqdm
+from transformers import get_scheduler
+from transformers.utils import logging
+
+from .curriculum import CurriculumArguments, Schedule, Stage, hide_thinking_tokens, supervised_tokens
+from .evaluation import EvaluationResult, evaluate_generation, evaluate_teacher_forced, folded_positions
+from .optimization import OPTIMIZERS, create_optimizers
+from .tasks import TokenizedProblems
+
+
+LR_SCHEDULERS = ("constant_with_warmup", "linear", "cosine", "warmup_stable_decay")
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+@dataclass
+class ICoTTrainingArguments:
+    """How the model is trained; names are transformers' where it has them."""
+
+    output_dir: str | None = field(
+        default=None, metadata={"help": "Run folder. Unset: runs/<name of the recipe>, numbered if that exists."}
+    )
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Delete a run that is in output_dir."})
+    max_steps: int = field(default=1000, metadata={"help": "Optimiser steps."})
+    per_device_train_batch_size: int = field(default=128, metadata={"help": "Problems a process handles at once."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Batches whose gradients make one step."})
+    per_device_eval_batch_size: int = field(default=500, metadata={"help": "Problems evaluated at once."})
+    optim: str = field(
+        default="adamw",
+        metadata={
+            "help": "'adamw', or 'muon': torch.optim.Muon for the blocks' matrices and AdamW for all else.",
+            "choices": OPTIMIZERS,
+        },
+    )
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
+    muon_learning_rate: float = field(
+        default=2e-3, metadata={"help": "muon: peak learning rate of the matrices (scaled to AdamW's update size)."}
+    )
+    weight_decay: float = field(default=0.0, metadata={"help": "Decoupled weight decay of matrices."})
+    adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's β1."})
+    adam_beta2: float = field(default=0.999, metadata={"help": "AdamW's β2."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Clip gradients to this norm; 0 for no clipping."})
+    lr_scheduler_type: str = field(
+        default="constant_with_warmup",
+        metadata={"help": "How the learning rate goes on after the warm-up.", "choices": LR_SCHEDULERS},
+    )
+    warmup_steps: int = field(default=100, metadata={"help": "Steps of linear warm-up."})
+    lr_decay_steps: int = field(default=0, metadata={"help": "warmup_stable_decay: steps of decay at the end."})
+    mixed_precision: str = field(
+        default="no", metadata={"help": "Automatic mixed precision of the forward pass.", "choices": PRECISIONS}
+    )
+    torch_compile: bool = field(default=False, metadata={"help": "Compile the training forward and backward pass."})
+    gradient_checkpointing: bool = field(default=False, metadata={"help": "Trade time for memory."})
+    seed: int = field(default=0, metadata={"help": "Seed of the weights, the order of data and the smoothing."})
+    logging_steps: int = field(default=50, metadata={"help": "Steps between lines of training loss."})
+    eval_steps: int = field(default=250, metadata={"help": "Steps between evaluations on the validation problems."})
+    stop_at_exact_match: float | None = field(
+        default=None,
+        metadata={
+            "help": "End the training once an evaluation in the last stage of the curriculum reaches this exact match."
+        },
+    )
+    report_to: list[str] = field(
+        default_factory=list, metadata={"help": "Trackers: tensorboard, wandb, trackio (any that accelerate knows)."}
+    )
+    disable_tqdm: bool = field(default=False, metadata={"help": "No progress bars."})
+    num_threads: int | None = field(
+        default=None,
+        metadata={"help": "CPU threads of a process. Unset: the cores shared among this machine's processes."},
+    )
+
+    def __post_init__(self):
+        positive = "max_steps per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size"
+        for name in f"{positive} logging_steps eval_steps".split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        for name in "weight_decay max_grad_norm warmup_steps lr_decay_steps seed".split():
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("learning_rate", "muon_learning_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        for name, allowed in (
+            ("optim", OPTIMIZERS),
+            ("lr_scheduler_type", LR_SCHEDULERS),
+            ("mixed_precision", PRECISIONS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if self.warmup_steps + self.lr_decay_steps > self.max_steps:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and lr_decay_steps ({self.lr_decay_steps}) must fit into "
+                f"max_steps ({self.max_steps})"
+            )
+        if self.lr_scheduler_type == "warmup_stable_decay" and self.lr_decay_steps == 0:
+            raise ValueError("lr_scheduler_type 'warmup_stable_decay' needs lr_decay_steps above 0")
+        if self.stop_at_exact_match is not None and not 0 < self.stop_at_exact_match <= 1:
+            raise ValueError(f"stop_at_exact_match must be above 0 and at most 1, not {self.stop_at_exact_match}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"num_threads must be 1 or more, not {self.num_threads}")
+
+
+class ICoTTrainer:
+    """Trains a causal language model through a curriculum of vanishing thinking tokens.
+
+    Args:
+        model: an `ICoTForCausalLM`.
+        args: how to train.
+        curriculum: what to hide when.
+        train_problems: the training problems.
+        eval_problems: held-out problems, for the evaluations during training.
+        tokenizer: saved with each model folder.
+        run_config: the resolved recipe, given to the trackers.
+
+    Raises:
+        ValueError: where a batch is larger than the training set, or a row longer than the model's positions.
+    """
+
+    def __init__(
+        self,
+        model,
+        args: ICoTTrainingArguments,
+        curriculum: CurriculumArguments,
+        train_problems: TokenizedProblems,
+        eval_problems: TokenizedProblems,
+        tokenizer=None,
+        run_config: dict | None = None,
+    ):
+        if args.output_dir is None:
+            raise ValueError("output_dir is needed")
+        self.args, self.curriculum, self.tokenizer = args, curriculum, tokenizer
+        self.output_dir = Path(args.output_dir)
+        self.accelerator = Accelerator(
+            mixed_precision=args.mixed_precision,
+            log_with=args.report_to or None,
+            project_dir=str(self.output_dir),
+            # Parameters without a gradient (a running-sum head that is not trained) are not waited for.
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=hasattr(model, "running_sum_head"))],
+        )
+        self.is_main = self.accelerator.is_main_process
+        world = self.accelerator.num_processes
+        self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world
+        self.steps_per_epoch = len(train_problems) // self.batch_size
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"one step takes {self.batch_size} problems but there are {len(train_problems)} to train on: lower "
+                f"per_device_train_batch_size or gradient_accumulation_steps"
+            )
+        longest = max(train_problems.max_length, eval_problems.max_length)
+        if longest > model.config.n_positions:
+            raise ValueError(f"the longest row has {longest} tokens, the model n_positions={model.config.n_positions}")
+        self.schedule = Schedule(curriculum, int(train_problems.thinking_length.max()), self.steps_per_epoch)
+        self.eval_problems = eval_problems
+        # Lengths stay where the loop runs: the sizes of a batch are known without waiting for the device.
+        self.lengths = [
+            x.long()
+            for x in (train_problems.question_length, train_problems.thinking_length, train_problems.answer_length)
+        ]
+        self.pad_token_id = train_problems.pad_token_id
+        self.train_tokens = train_problems.tokens.to(self.accelerator.device)
+        uniform = all(bool((x == x[0]).all()) for x in self.lengths[:2])
+        self.question_length = int(self.lengths[0][0]) if uniform else None
+
+        if args.gradient_checkpointing:
+            model.activation_checkpointing_enable()
+        optimizers = create_optimizers(model, args)
+        self.model, *self.optimizers = self.accelerator.prepare(model, *optimizers)
+        decay = {"num_decay_steps": args.lr_decay_steps} if args.lr_scheduler_type == "warmup_stable_decay" else None
+        # Not prepared by accelerate, which would step them once for every process.
+        self.schedulers = [
+            get_scheduler(
+                args.lr_scheduler_type,
+                optimizer.optimizer,
+                num_warmup_steps=args.warmup_steps,
+                num_training_steps=args.max_steps,
+                scheduler_specific_kwargs=decay,
+            )
+            for optimizer in self.optimizers
+        ]
+        # Only training steps run compiled: generation's ever-changing shapes would compile without end.
+        self.train_model = torch.compile(self.model) if args.torch_compile else self.model
+        self.unwrapped = self.accelerator.unwrap_model(self.model)
+        self.run_config = run_config or {}
+        self.tokens_seen, self.examples_seen = 0, 0
+        self._epoch, self._order = -1, None
+        self._begun, self._paused = time.perf_counter(), 0.0
+
+    # ---- one step ----
+
+    def _generator(self, *numbers: int) -> torch.Generator:
+        """A generator that depends on the seed and `numbers` alone."""
+        key = self.args.seed
+        for number in numbers:
+            # A multiplicative hash keeps neighbouring steps and seeds apart.
+            key = (key * 6364136223846793005 + number + 1442695040888963407) % 2**63
+        return torch.Generator().manual_seed(key)
+
+    def _indices(self, step: int) -> torch.Tensor:
+        """Training problems of the whole batch of `step`, over all processes. Each epoch is one permutation."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, torch.randperm(len(self.lengths[0]), generator=self._generator(0, epoch))
+        return self._order[at * self.batch_size : (at + 1) * self.batch_size]
+
+    def batches(self, step: int, stage: Stage) -> tuple[list[dict[str, torch.Tensor]], int]:
+        """This process's inputs for `step`, one for each accumulation, and the loss tokens of the whole batch."""
+        index = self._indices(step)
+        question, thinking, answer = (x[index] for x in self.lengths)
+        hidden = self.schedule.draw_hidden(stage, self.batch_size, self._generator(1, step))
+        hidden = torch.minimum(hidden, thinking)
+        dropped = hidden if self.curriculum.hidden_as == "drop" else 0
+        length = question + thinking + answer + 3 - dropped
+        self.tokens_seen += int(length.sum())
+        self.examples_seen += self.batch_size
+        device, per_device = self.accelerator.device, self.args.per_device_train_batch_size
+        inputs = []
+        for accumulation in range(self.args.gradient_accumulation_steps):
+            start = (accumulation * self.accelerator.num_processes + self.accelerator.process_index) * per_device
+            mine = slice(start, start + per_device)
+            batch = hide_thinking_tokens(
+                self.train_tokens[index[mine].to(device)],
+                *(x[mine].to(device) for x in (question, thinking, answer, hidden)),
+                self.pad_token_id,
+                side=self.curriculum.removal_side,
+                hidden_as=self.curriculum.hidden_as,
+                keep_position=self.curriculum.keep_position,
+                max_length=int(length[mine].max()),
+            )
+            # Trailing pads come after all that carries loss, so causal attention needs no further mask.
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            inputs.append(batch)
+        return inputs, supervised_tokens(thinking, answer, hidden)
+
+    def training_step(self, step: int, stage: Stage) -> torch.Tensor:
+        """One optimiser step. Returns this process's share of the mean loss over the whole batch's loss tokens."""
+        inputs, loss_tokens = self.batches(step, stage)
+        total = torch.zeros((), device=self.accelerator.device)
+        for number, batch in enumerate(inputs):
+            last = number + 1 == len(inputs)
+            with self.accelerator.no_sync(self.model) if not last else nullcontext():
+                with self.accelerator.autocast():
+                    loss = self.train_model(**batch, num_items_in_batch=loss_tokens, use_cache=False).loss
+                # Gradients are averaged over processes, while the loss is a mean over the whole batch.
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+            total += loss.detach()
+        if self.args.max_grad_norm > 0:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return total
+
+    # ---- the run ----
+
+    def train(self) -> dict:
+        """Run all steps. Returns the last stage's evaluation and the run's totals as plain numbers."""
+        args = self.args
+        if self.is_main:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        if args.report_to:
+            flat = {k: v for k, v in self.run_config.items() if isinstance(v, (int, float, str, bool))}
+            self.accelerator.init_trackers("hf_icot", config=flat)
+        self.model.train()
+        self._status = {}
+        hide = args.disable_tqdm or not self.is_main
+        self._bar = tqdm(total=args.max_steps, desc="training", unit="step", disable=hide, smoothing=0.1)
+        self._begun, self._paused = time.perf_counter(), 0.0
+        running, stage = torch.zeros((), device=self.accelerator.device), self.schedule.stage(0)
+        logged = (0, 0, 0.0)  # step, tokens and training seconds at the last log
+        step, stopped = 0, False
+        while step < args.max_steps and not stopped:
+            now = self.schedule.stage(step)
+            if now != stage:
+                self._end_stage(stage, step)
+                if self.curriculum.reset_optimizer:
+                    for optimizer in self.optimizers:
+                        optimizer.optimizer.state.clear()
+                stage = now
+            running += self.training_step(step, stage)
+            step += 1
+            self._bar.update()
+            if step % args.logging_steps == 0 or step == args.max_steps:
+                loss = float(self.accelerator.reduce(running, reduction="sum")) / (step - logged[0])
+                seconds = self.training_seconds
+                rate = (self.tokens_seen - logged[1]) / (seconds - logged[2])
+                self._log("train", step, stage, {"loss": loss, "tokens_per_second": round(rate, 1)})
+                self._show(loss=f"{loss:.4f}", hidden=stage.hidden, **{"tok/s": f"{rate:.0f}"})
+                if not math.isfinite(loss):
+                    raise FloatingPointError(f"the loss is {loss} at step {step}: lower the learning rate")
+                running.zero_()
+                logged = (step, self.tokens_seen, seconds)
+            if step % args.eval_steps == 0 and step < args.max_steps:
+                result = self.evaluate(stage)
+                self._log("eval", step, stage, result.to_dict())
+                self._show(acc=f"{result.exact_match:.3f}")
+                is_last = stage.hidden == self.schedule.stages[-1].hidden
+                stopped = is_last and result.exact_match >= (args.stop_at_exact_match or math.inf)
+        result = self._end_stage(stage, step)
+        self._bar.close()
+        if args.report_to:
+            self.accelerator.end_training()
+        return {
+            "steps": step,
+            "stage": stage.index,
+            "hidden_tokens": stage.hidden,
+            "tokens": self.tokens_seen,
+            "examples": self.examples_seen,
+            "seconds": time.perf_counter() - self._begun,
+            **{f"validation_{key}": value for key, value in result.items()},
+        }
+
+    def evaluate(self, stage: Stage) -> EvaluationResult:
+        """Exact match and per-digit accuracy on the held-out problems, teacher forced, over all processes."""
+        with self._pause():
+            return evaluate_teacher_forced(
+                self.model,
+                self.eval_problems,
+                stage.hidden,
+                side=self.curriculum.removal_side,
+                hidden_as=self.curriculum.hidden_as,
+                keep_position=self.curriculum.keep_position,
+                batch_size=self.args.per_device_eval_batch_size,
+                accelerator=self.accelerator,
+            )
+
+    def generate(self, problems: TokenizedProblems, hidden: int) -> EvaluationResult:
+        """Greedy generation by this process alone, in full precision, as a user of the saved model would."""
+        return evaluate_generation(
+            self.unwrapped,
+            problems,
+            hidden,
+            side=self.curriculum.removal_side,
+            hidden_as=self.curriculum.hidden_as,
+            keep_position=self.curriculum.keep_position,
+        )
+
+    def _end_stage(self, stage: Stage, step: int) -> dict:
+        """Evaluate, generate for real, log both, and keep the stage's model."""
+        forced = self.evaluate(stage)
+        values = forced.to_dict()
+        with self._pause():
+            if self.is_main:
+                padded = self.curriculum.hidden_as == "pad" and self.curriculum.removal_side == "right"
+                if not padded or stage.hidden in (0, self.schedule.thinking_length):
+                    generated = self.generate(self.eval_problems, stage.hidden)
+                    values |= {
+                        "generated_exact_match": generated.exact_match,
+                        "generated_target_match": generated.target_match,
+                        "generated_digit_accuracy": generated.digit_accuracy,
+                    }
+                folder = self.output_dir / "stages" / f"hidden-{stage.hidden:03d}"
+                self.save_model(folder, stage.hidden, {"step": step, **values})
+            self.accelerator.wait_for_everyone()
+        self._log("stage", step, stage, values)
+        return values
+
+    def save_model(self, folder: Path, hidden: int, metrics: dict | None = None) -> None:
+        """Save a loadable model folder with tokenizer and metrics, all or nothing. Main process only.
+
+        Where every row has the same question length, the position embeddings are re-ordered so that the saved model
+        takes ordinary positions although training kept those of the hidden tokens.
+        """
+        removed = min(hidden, self.schedule.thinking_length)
+        kept_positions = self.curriculum.keep_position and self.curriculum.hidden_as == "drop" and removed > 0
+        folded = not kept_positions or self.question_length is not None
+        start = jump = 0
+        if kept_positions and folded:
+            jump, start = removed, self.question_length + 1
+            if self.curriculum.removal_side == "right":
+                start += self.schedule.thinking_length - removed
+        config = {
+            "hidden_tokens": hidden,
+            "hidden_as": self.curriculum.hidden_as,
+            "removal_side": self.curriculum.removal_side,
+            "keep_position": not folded,
+        }
+        for name, value in config.items():
+            setattr(self.unwrapped.config, name, value)
+        with atomic_folder(folder) as temporary:
+            with folded_positions(self.unwrapped, start, jump), quiet_transformers():
+                self.unwrapped.save_pretrained(temporary)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(temporary)
+            if metrics is not None:
+                (temporary / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+
+    # ---- records ----
+
+    @contextmanager
+    def _pause(self):
+        """Time spent inside does not count as training time."""
+        begun = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - begun
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall time since `train` began, without evaluations and saving."""
+        return time.perf_counter() - self._begun - self._paused
+
+    def _log(self, event: str, step: int, stage: Stage, values: dict) -> None:
+        """One line of metrics.jsonl, and the same to the trackers."""
+        line = {
+            "event": event,
+            "step": step,
+            "stage": stage.index,
+            "hidden_tokens": stage.hidden,
+            "tokens": self.tokens_seen,
+            "seconds": round(time.perf_counter() - self._begun, 3),
+            "learning_rate": self.schedulers[-1].get_last_lr()[0],
+            **values,
+        }
+        if self.is_main:
+            with open(self.output_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if self.args.report_to:
+            flat = {f"{event}/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
+            for name in ("digit_accuracy", "digit_loss"):
+                flat |= {f"{event}/{name}_{k}": v for k, v in enumerate(values.get(name, []))}
+            self.accelerator.log(flat, step=step)
+
+    def _show(self, **values) -> None:
+        self._status |= values
+        self._bar.set_postfix(self._status)
+
+
+@contextmanager
+def quiet_transformers():
+    """Without transformers' own progress bars, which would break into the training's."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def atomic_folder(folder: Path):
+    """Write a model folder beside its place and move it there when complete.
+
+    A folder that exists keeps its other files. It has no config.json, and so cannot be loaded, while files move in.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if folder.exists():
+            (folder / "config.json").unlink(missing_ok=True)
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
+                path.replace(folder / path.name)
+        else:
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
