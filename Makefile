@@ -11,7 +11,7 @@ help:
 	@echo "make train      train 3x2-digit multiplication with implicit chain-of-thought (ARGS='--flag value' override)"
 	@echo "make test       run the tests; make test-all includes the slow ones"
 	@echo "make quality    check formatting and lint; make format applies them"
-	@echo "make benchmark  measure the training step and evaluation"
+	@echo "make benchmark  measure the training step, evaluation and data"
 
 # Reinstalled only when what is installed changed; the package itself is editable.
 $(STAMP): setup.py constraints.txt
@@ -39,6 +39,7 @@ format: $(STAMP)
 benchmark: $(STAMP)
 	$(BIN)/python benchmarks/train_step.py $(ARGS)
 	$(BIN)/python benchmarks/evaluate.py
+	$(BIN)/python benchmarks/data.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -69,6 +69,15 @@ class ModelArguments:
         default=True, metadata={"help": "Use the token embeddings as output weights too."}
     )
 
+    def __post_init__(self):
+        for name in ("n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+
 
 def _read_recipe(path: str) -> dict[str, Any]:
     try:

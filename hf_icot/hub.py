@@ -13,9 +13,8 @@ CARD = """---
 
 # {{ name }}
 
-A {{ config.n_layer }}-layer, {{ config.n_head }}-head transformer, {{ config.n_embd }} wide, trained on
-{{ task }} with hf_icot {{ version }}{% if hidden %}; {{ hidden }} of the {{ thinking }} thinking tokens of
-a problem are hidden at this checkpoint{% endif %}.
+A {{ config.n_layer }}-layer, {{ config.n_head }}-head transformer, {{ config.n_embd }} wide, trained on {{ task }}
+with hf_icot {{ version }}. Of {{ thinking }} thinking tokens, {{ hidden }} are hidden at this checkpoint.
 
 ## Use
 
@@ -32,7 +31,7 @@ Digits are written least significant first, one token each. The weights are GPT-
 
 ## Results
 
-By greedy generation on {{ results.problems }} held-out problems: exact match
+Exact match on {{ results.problems }} held-out problems, by greedy generation:
 {{ "%.4f"|format(results.exact_match) }}.
 
 | place of the answer, least significant first | accuracy |
@@ -46,7 +45,7 @@ By greedy generation on {{ results.problems }} held-out problems: exact match
 `{{ command }}`
 
 {{ totals.examples }} examples, {{ totals.tokens }} tokens, {{ totals.steps }} steps,
-{{ "%.0f"|format(totals.seconds) }} seconds. The whole recipe is in `recipe.yaml`, what was measured in `metrics.jsonl`.
+{{ "%.0f"|format(totals.seconds) }} seconds. `recipe.yaml` holds every setting, `metrics.jsonl` every measurement.
 """
 
 

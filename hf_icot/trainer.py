@@ -370,6 +370,12 @@ class ICoTTrainer:
                         "generated_target_match": generated.target_match,
                         "generated_digit_accuracy": generated.digit_accuracy,
                     }
+                    gap = abs(generated.target_match - forced.exact_match)
+                    if gap > 0.01 and self.args.mixed_precision == "no":
+                        self._bar.write(
+                            f"warning: {stage.hidden} tokens hidden, {generated.target_match:.4f} of the targets are "
+                            f"generated but {forced.exact_match:.4f} right under teacher forcing; these should agree"
+                        )
                 folder = self.output_dir / "stages" / f"hidden-{stage.hidden:03d}"
                 self.save_model(folder, stage.hidden, {"step": step, **values})
             self.accelerator.wait_for_everyone()

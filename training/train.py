@@ -175,6 +175,7 @@ def main() -> None:
                 )
             )
         resolved = {k: v for part in (task_args, model_args, curriculum, args) for k, v in vars(part).items()}
+        del resolved["overwrite_output_dir"]  # whoever starts from a run's recipe must not delete that run
         if args.overwrite_output_dir and state.is_main_process and Path(args.output_dir).exists():
             shutil.rmtree(args.output_dir)
         trainer = ICoTTrainer(
@@ -186,7 +187,7 @@ def main() -> None:
             tokenizer=tokenizer,
             run_config=resolved,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     folder = Path(args.output_dir)
     if state.is_main_process:
@@ -195,6 +196,12 @@ def main() -> None:
         stages = trainer.schedule.stages
         print(f"{task.name}: {len(splits['train']):,} training problems, {model.num_parameters():,} parameters,")
         print(f"{len(stages)} stages, {args.max_steps} steps of {trainer.batch_size} problems; run folder {folder}")
+        if stages[-1].start >= args.max_steps:
+            reached = trainer.schedule.stage(args.max_steps - 1).hidden
+            print(
+                f"note: max_steps ends the curriculum with {reached} of {stages[-1].hidden} thinking tokens hidden: "
+                f"its last stage begins at step {stages[-1].start}"
+            )
     totals = trainer.train()
     if not state.is_main_process:
         return
