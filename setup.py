@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.9",  # torch.optim.Muon
-        "transformers>=5.0",
+        "transformers>=5.24",
         "tokenizers>=0.22",
         "datasets>=4.0",
         "accelerate>=1.12",

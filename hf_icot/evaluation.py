@@ -188,7 +188,7 @@ def evaluate_generation(
 ) -> EvaluationResult:
     """Evaluate by greedy generation with a KV cache: the model writes what is not hidden, then the answer.
 
-    Problems are grouped by the length of their prompt, so that no batch needs padding.
+    Problems are grouped by the lengths of prompt and chain, so that no batch needs padding.
 
     Args:
         model: an `ICoTForCausalLM`, not wrapped.
@@ -212,19 +212,20 @@ def evaluate_generation(
     )
     predicted = torch.empty_like(reference)
     target_right = torch.zeros(len(problems), dtype=torch.bool)
-    # In a group every problem has the same prompt length, chain and hidden tokens.
-    groups, member = torch.stack([problems.question_length.long(), thinking, gone], 1).unique(
+    # In a group every problem has the same prompt length, chain left to write, and places or pads of hidden tokens.
+    hidden_places = gone if keep_position or hidden_as == "pad" else torch.zeros_like(gone)
+    groups, member = torch.stack([problems.question_length.long(), thinking - gone, hidden_places], 1).unique(
         dim=0, return_inverse=True
     )
     was_training = model.training
     model.eval()
     begun = time.perf_counter()
     with tqdm(total=len(problems), desc="evaluating", unit="problem", disable=not progress) as bar:
-        for group, (question, chain, removed) in enumerate(groups.tolist()):
-            first_kept = question + 1 + (chain - removed if side == "right" else 0)
-            jump = removed if keep_position and hidden_as == "drop" else 0
+        for group, (question, visible, places_hidden) in enumerate(groups.tolist()):
+            first_kept = question + 1 + (visible if side == "right" else 0)
+            jump = places_hidden if hidden_as == "drop" else 0
             # The prompt ends where the model writes for itself: after %%%, or after #### if no chain is left.
-            prompt = question + 1 + (removed if hidden_as == "pad" else 0) + (removed == chain)
+            prompt = question + 1 + (places_hidden if hidden_as == "pad" else 0) + (visible == 0)
             with folded_positions(model, first_kept, jump):
                 for index in (member == group).nonzero().flatten().split(batch_size):
                     batch = problems.select(index)
@@ -248,7 +249,7 @@ def evaluate_generation(
                     output = F.pad(output, (0, rows.shape[1] - output.shape[1]), value=batch.pad_token_id)
                     target_right[index] = (output == rows).all(1)
                     # The answer is what follows the first #### (after which nothing follows if there is none).
-                    separator = batch.tokens[0, question + 1 + chain]
+                    separator = batch.tokens[0, question + 1 + int(batch.thinking_length[0])]
                     is_separator = output[:, question + 1 :] == separator
                     start = (
                         question + 2 + torch.where(is_separator.any(1), is_separator.int().argmax(1), output.shape[1])
@@ -262,7 +263,7 @@ def evaluate_generation(
     right, total = digit_accuracy(predicted[:, :places], reference[:, :places], problems.answer_length.long())
     return EvaluationResult(
         exact_match=((predicted == reference) | ~counts).all(1).double().mean().item(),
-        digit_accuracy=(right / total).tolist(),
+        digit_accuracy=(right.double() / total).tolist(),
         problems=len(problems),
         target_match=target_right.double().mean().item(),
         problems_per_second=len(problems) / seconds,

@@ -15,7 +15,7 @@ from hf_icot import ArithmeticTokenizer, ICoTConfig, ICoTForCausalLM
 from hf_icot.curriculum import CurriculumArguments
 from hf_icot.evaluation import evaluate_generation, evaluate_teacher_forced
 from hf_icot.optimization import create_optimizers
-from hf_icot.tasks.multiplication import MultiplicationTask
+from hf_icot.tasks.multiplication import MultiplicationTask, format_lines
 from hf_icot.trainer import ICoTTrainer, ICoTTrainingArguments, atomic_folder
 
 
@@ -358,3 +358,97 @@ def test_the_script_leaves_a_loadable_run_folder(tmp_path):
         [sys.executable, "training/train.py", "--output_dir", str(folder)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and "is not empty" in done.stderr
+
+
+def test_text_files_and_datasets_train_through_the_same_path(tmp_path):
+    """The same problems as drawn operands, as text files and as a Parquet repository give the same run."""
+    shared = [
+        "--n_embd",
+        "32",
+        "--max_steps",
+        "8",
+        "--logging_steps",
+        "1",
+        "--pretrain_steps",
+        "4",
+        "--eval_steps",
+        "4",
+    ]
+    shared += ["--steps_per_stage", "2", "--warmup_steps", "2", "--lr_decay_steps", "2"]
+    shared += ["--per_device_train_batch_size", "16", "--disable_tqdm"]
+    task = MultiplicationTask((2, 1), train_size=300, valid_size=50, test_size=50, seed=0)
+    for split, (operands,) in task.operands.items():
+        (tmp_path / f"{split}.txt").write_bytes(format_lines(*operands))
+    build = [
+        "--digits",
+        "2",
+        "1",
+        "--train",
+        "300",
+        "--validation",
+        "50",
+        "--test",
+        "50",
+        "--out",
+        str(tmp_path / "repo"),
+    ]
+    subprocess.run([sys.executable, "dataset_scripts/build_multiplication.py", *build], cwd=ROOT, check=True)
+    sizes = ["--train_size", "300", "--valid_size", "50", "--test_size", "50"]
+    runs = {
+        "drawn": ["--task", "multiplication", "--digits", "2", "1", *sizes],
+        "text": ["--task", "text", "--train_file", f"{tmp_path}/train.txt"]
+        + ["--validation_file", f"{tmp_path}/validation.txt", "--test_file", f"{tmp_path}/test.txt"],
+        "dataset": ["--task", "dataset", "--dataset_name", f"{tmp_path}/repo", "--dataset_config", "2x1"],
+    }
+    losses = {}
+    for name, flags in runs.items():
+        _, lines = launch(tmp_path / name, "--cpu", "--num_processes", "1", "--", *shared, *flags)
+        losses[name] = [line["loss"] for line in lines]
+    assert losses["text"] == losses["drawn"] and losses["dataset"] == losses["drawn"]
+
+
+def test_prose_trains_with_a_tokenizer_of_its_own(tmp_path):
+    """Chains of all lengths, an int32 vocabulary, and generation that agrees with teacher forcing."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    lines = []
+    for i in range(120):
+        a, b = i % 10, i // 10
+        chain = f"<<{a}+{b}={a + b}>> <<{a + b}*2={2 * (a + b)}>>" if i % 3 else f"<<{a}+{b}={a + b}>>"
+        lines.append(f"Ann has {a} pears and Bo has {b}, how many twice over?||{chain} #### {2 * (a + b)}")
+    path = tmp_path / "prose.txt"
+    path.write_text("\n".join(lines) + "\n")
+    characters = ["<pad>", "<eos>", "%%%", "####", *sorted(set("".join(lines)))]
+    characters += [f"<unused{i}>" for i in range(300 - len(characters))]
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["%%%", "####"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    flags = ["--task", "text", "--train_file", str(path), "--validation_file", str(path), "--n_embd", "32"]
+    flags += ["--tokenizer_name_or_path", str(tmp_path / "tokenizer"), "--max_steps", "20", "--pretrain_steps", "10"]
+    flags += ["--remove_per_stage", "10", "--steps_per_stage", "3", "--per_device_train_batch_size", "16"]
+    flags += ["--warmup_steps", "2", "--lr_decay_steps", "2", "--disable_tqdm"]
+    out, lines = launch(tmp_path / "run", "--cpu", "--num_processes", "1", "--", *flags)
+    assert "note: max_steps ends the curriculum" not in out
+    for line in lines:
+        if line["event"] == "stage":
+            assert line["generated_target_match"] == line["exact_match"]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["vocab_size"] == 300 and config["keep_position"] is True and config["operand_digits"] is None
+
+
+@pytest.mark.slow
+def test_compiled_bf16_training_with_a_tracker(tmp_path):
+    flags = ["--n_embd", "32", "--max_steps", "12", "--logging_steps", "4", "--pretrain_steps", "4"]
+    flags += ["--remove_per_stage", "5", "--steps_per_stage", "4", "--warmup_steps", "2", "--lr_decay_steps", "2"]
+    flags += ["--per_device_train_batch_size", "16", "--disable_tqdm", "--train_size", "2000"]
+    _, plain = launch(tmp_path / "a", "--cpu", "--num_processes", "1", "--", *flags)
+    _, compiled = launch(tmp_path / "b", "--cpu", "--num_processes", "1", "--", *flags, "--torch_compile")
+    extra = ["--mixed_precision", "bf16", "--report_to", "tensorboard", "--gradient_checkpointing"]
+    _, low = launch(tmp_path / "c", "--cpu", "--num_processes", "1", "--", *flags, *extra)
+    for a, b, c in zip(plain, compiled, low, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+        assert a["loss"] == pytest.approx(c["loss"], abs=2e-2)
+    assert list((tmp_path / "c").rglob("events.out.tfevents.*"))
