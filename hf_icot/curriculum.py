@@ -12,6 +12,7 @@ import torch
 
 
 METHODS = ("sft", "cot", "icot")
+SCHEDULES = ("fixed", "log", "gated")
 REMOVAL_SIDES = ("left", "right")
 HIDDEN_AS = ("drop", "pad")
 
@@ -28,19 +29,49 @@ class CurriculumArguments:
             "choices": METHODS,
         },
     )
-    pretrain_steps: int = field(
-        default=0, metadata={"help": "icot: steps with the full chain before the first token is removed."}
+    schedule: str = field(
+        default="fixed",
+        metadata={
+            "help": "icot: 'fixed': so many tokens at a fixed pace; 'log': Log-ICoT, stage t of L hides the first "
+            "τ(1 - 2^-(t-1)) of τ tokens and the last stage all; 'gated': the next tokens go once the present stage "
+            "is mastered.",
+            "choices": SCHEDULES,
+        },
     )
-    remove_per_stage: int = field(default=1, metadata={"help": "icot: thinking tokens removed at each stage."})
+    pretrain_steps: int = field(
+        default=0, metadata={"help": "icot: steps with the full chain before the first stage begins."}
+    )
+    remove_per_stage: int = field(
+        default=1, metadata={"help": "fixed: thinking tokens removed at each stage; gated: the first stage's."}
+    )
     steps_per_stage: int | None = field(
-        default=None, metadata={"help": "icot: training steps in each stage. Excludes --remove_per_epoch."}
+        default=None, metadata={"help": "fixed and log: training steps in each stage. Excludes --remove_per_epoch."}
     )
     remove_per_epoch: float | None = field(
         default=None,
         metadata={
-            "help": "icot: thinking tokens removed per epoch, evenly spread over its steps (the papers: 8). Excludes "
+            "help": "fixed: thinking tokens removed per epoch, evenly spread over its steps (the papers: 8). Excludes "
             "--steps_per_stage."
         },
+    )
+    num_stages: int | None = field(
+        default=None, metadata={"help": "log: number L of stages. Unset: log2(τ + 1), rounded up."}
+    )
+    gate_exact_match: float = field(
+        default=0.9,
+        metadata={
+            "help": "gated: exact match of all that is left to write, chain and answer, over the training problems of "
+            "gate_window steps, at which the next tokens go."
+        },
+    )
+    gate_window: int = field(default=20, metadata={"help": "gated: a stage is judged every so many steps."})
+    gate_max_steps: int = field(
+        default=1000, metadata={"help": "gated: steps after which the next tokens go all the same."}
+    )
+    gate_max_block: int = field(default=8, metadata={"help": "gated: the most tokens that go at once."})
+    stage_mixing: float = field(
+        default=0.0,
+        metadata={"help": "icot: probability that an example is shown as in a random earlier stage."},
     )
     removal_side: str = field(
         default="left", metadata={"help": "icot: the end of the chain that goes first.", "choices": REMOVAL_SIDES}
@@ -70,7 +101,12 @@ class CurriculumArguments:
     )
 
     def __post_init__(self):
-        for name, allowed in (("method", METHODS), ("removal_side", REMOVAL_SIDES), ("hidden_as", HIDDEN_AS)):
+        for name, allowed in (
+            ("method", METHODS),
+            ("schedule", SCHEDULES),
+            ("removal_side", REMOVAL_SIDES),
+            ("hidden_as", HIDDEN_AS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
         if self.pretrain_steps < 0:
@@ -84,24 +120,38 @@ class CurriculumArguments:
                 f"removal_smoothing_lambda must be above 0 (leave it out for no smoothing), not "
                 f"{self.removal_smoothing_lambda}"
             )
-        if self.method != "icot":
-            return
-        if (self.steps_per_stage is None) == (self.remove_per_epoch is None):
-            raise ValueError("method 'icot' needs exactly one of steps_per_stage and remove_per_epoch")
-        if self.steps_per_stage is not None and self.steps_per_stage < 1:
-            raise ValueError(f"steps_per_stage must be 1 or more, not {self.steps_per_stage}")
+        for name in ("gate_window", "gate_max_steps", "gate_max_block", "num_stages", "steps_per_stage"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        if not 0 < self.gate_exact_match <= 1:
+            raise ValueError(f"gate_exact_match must be above 0 and at most 1, not {self.gate_exact_match}")
+        if not 0 <= self.stage_mixing < 1:
+            raise ValueError(f"stage_mixing must be at least 0 and below 1, not {self.stage_mixing}")
         if self.remove_per_epoch is not None and not self.remove_per_epoch > 0:
             raise ValueError(f"remove_per_epoch must be above 0, not {self.remove_per_epoch}")
+        if self.gate_max_steps < self.gate_window:
+            raise ValueError(
+                f"gate_max_steps ({self.gate_max_steps}) must not be below gate_window ({self.gate_window})"
+            )
+        if self.method != "icot":
+            return
+        if self.schedule == "fixed" and (self.steps_per_stage is None) == (self.remove_per_epoch is None):
+            raise ValueError("the fixed schedule needs exactly one of steps_per_stage and remove_per_epoch")
+        if self.schedule == "log" and self.steps_per_stage is None:
+            raise ValueError("the log schedule needs steps_per_stage")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training with one number of hidden tokens: steps `start` <= step < `end` (None: to the end)."""
+    """A stretch of training with one number of hidden tokens, from step `start` on.
+
+    `reason` says why it began.
+    """
 
     index: int
     hidden: int
     start: int
-    end: int | None
+    reason: str = "schedule"
 
 
 class Schedule:
@@ -109,10 +159,11 @@ class Schedule:
 
     Args:
         arguments: the curriculum.
-        thinking_length: tokens of the longest chain in the data. Shorter chains are gone before it.
+        thinking_length: tokens τ of the longest chain in the data. Shorter chains are gone before it.
         steps_per_epoch: needed for `remove_per_epoch`.
 
-    The stages are listed once, at the start, so that a run can be planned, drawn and taken up again at any step.
+    Attributes:
+        stages: all stages, known at the start so that a run can be planned and drawn.
     """
 
     def __init__(self, arguments: CurriculumArguments, thinking_length: int, steps_per_epoch: int | None = None):
@@ -122,28 +173,41 @@ class Schedule:
             raise ValueError("remove_per_epoch needs the number of steps in an epoch")
         self.stages = self._stages(steps_per_epoch)
 
-    def _stages(self, steps_per_epoch: int | None) -> list[Stage]:
-        arguments, total = self.arguments, self.thinking_length
-        if arguments.method == "sft" or total == 0:
-            return [Stage(0, total, 0, None)]
-        if arguments.method == "cot":
-            return [Stage(0, 0, 0, None)]
+    @property
+    def final_hidden(self) -> int:
+        """Thinking tokens hidden when the curriculum is through."""
+        return 0 if self.arguments.method == "cot" else self.thinking_length
 
-        hidden, removed, start, starts = [0], 0, arguments.pretrain_steps, [0]
-        while hidden[-1] < total:
-            removed += arguments.remove_per_stage
-            if arguments.steps_per_stage is not None:
-                start = arguments.pretrain_steps + (len(hidden) - 1) * arguments.steps_per_stage
-            else:
-                # The first step at which the pace, a real number of tokens, has reached this many whole ones.
-                start = arguments.pretrain_steps + math.ceil(removed * steps_per_epoch / arguments.remove_per_epoch)
-            beyond = arguments.remove_all_beyond is not None and removed > arguments.remove_all_beyond
-            hidden.append(total if beyond else min(removed, total))
-            starts.append(start)
+    def _stages(self, steps_per_epoch: int | None) -> list[Stage]:
+        arguments = self.arguments
+        if arguments.method != "icot" or self.thinking_length == 0:
+            return [Stage(0, self.final_hidden, 0)]
+        if arguments.schedule == "log":
+            hidden = log_icot_blocks(self.thinking_length, arguments.num_stages)
+            starts = [arguments.pretrain_steps * (t > 0) + t * arguments.steps_per_stage for t in range(len(hidden))]
+        else:
+            hidden, starts = self._fixed(steps_per_epoch)
         # A stage without a step (no pretraining, or several removals within one step) never happens.
         kept = [i for i in range(len(hidden)) if i + 1 == len(hidden) or starts[i] < starts[i + 1]]
-        ends = [starts[i] for i in kept[1:]] + [None]
-        return [Stage(n, hidden[i], starts[i], end) for n, (i, end) in enumerate(zip(kept, ends, strict=True))]
+        return [Stage(n, hidden[i], starts[i]) for n, i in enumerate(kept)]
+
+    def _fixed(self, steps_per_epoch: int | None) -> tuple[list[int], list[int]]:
+        arguments, hidden, starts, removed = self.arguments, [0], [0], 0
+        while hidden[-1] < self.thinking_length:
+            removed += arguments.remove_per_stage
+            if arguments.steps_per_stage is not None:
+                wait = (len(hidden) - 1) * arguments.steps_per_stage
+            else:
+                # The first step at which the pace, a real number of tokens, has reached this many whole ones.
+                wait = math.ceil(removed * steps_per_epoch / arguments.remove_per_epoch)
+            hidden.append(self._all_beyond(removed))
+            starts.append(arguments.pretrain_steps + wait)
+        return hidden, starts
+
+    def _all_beyond(self, removed: int) -> int:
+        """`removed`, or the whole chain if that is more than may be hidden without the rest."""
+        beyond = self.arguments.remove_all_beyond is not None and removed > self.arguments.remove_all_beyond
+        return self.thinking_length if beyond else min(removed, self.thinking_length)
 
     def stage(self, step: int) -> Stage:
         """The stage that training step `step` (from 0) belongs to."""
@@ -152,17 +216,107 @@ class Schedule:
                 return stage
         raise ValueError(f"step must be 0 or more, not {step}")
 
+    def is_last(self, stage: Stage) -> bool:
+        """Whether nothing more will be hidden after `stage`."""
+        return stage.hidden == self.final_hidden
+
     def draw_hidden(self, stage: Stage, count: int, generator: torch.Generator) -> torch.Tensor:
-        """Hidden tokens for each of `count` examples: the stage's number plus the smoothing offset. int64 [count].
+        """Hidden tokens for each of `count` examples: those of the stage, or of an earlier one by `stage_mixing`, and
+        the smoothing offset. int64 [count].
 
         P(o) = (1 - e^-λ) e^-λo means P(o >= k) = e^-λk, so o is the floor of an exponential variable of rate λ.
         The result may exceed an example's chain: `hide_thinking_tokens` hides no more than there are.
         """
         hidden = torch.full((count,), stage.hidden, dtype=torch.int64)
+        if self.arguments.method != "icot":
+            return hidden
+        earlier = [other.hidden for other in self.stages[: stage.index]]
+        if self.arguments.stage_mixing > 0 and earlier:
+            other = torch.tensor(earlier)[torch.randint(len(earlier), (count,), generator=generator)]
+            hidden = torch.where(torch.rand(count, generator=generator) < self.arguments.stage_mixing, other, hidden)
         rate = self.arguments.removal_smoothing_lambda
-        if self.arguments.method == "icot" and rate is not None and not math.isinf(rate):
+        if rate is not None and not math.isinf(rate):
             hidden += torch.empty(count).exponential_(rate, generator=generator).long()
         return hidden
+
+    # Steps between two calls of `observe`; None where what the model can do has no influence.
+    observe_steps: int | None = None
+
+    def observe(self, step: int, exact_match: float) -> None:
+        """The exact match over the training problems of the last `observe_steps` steps, the last being `step`."""
+
+    def state_dict(self) -> dict:
+        """What `load_state_dict` needs to go on from here, as plain numbers."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take up the state of another instance with the same arguments."""
+
+
+class GatedSchedule(Schedule):
+    """Hides the next block once the present stage is mastered, or its budget of steps is spent.
+
+    A stage is mastered when the exact match of all that is left to write, chain and answer, over `gate_window` steps
+    reaches `gate_exact_match`: teacher forced on the training problems themselves, which costs nothing and is what
+    generation would give. (The answer alone misleads: given the true remaining chain it is right long after the
+    model has lost the power to write that chain.) A stage that is mastered as soon as it may be doubles the block, one
+    that is not within `gate_max_steps` halves it.
+    """
+
+    def __init__(self, arguments: CurriculumArguments, thinking_length: int, steps_per_epoch: int | None = None):
+        super().__init__(arguments, thinking_length, steps_per_epoch)
+        self.block = arguments.remove_per_stage
+        self.observe_steps = arguments.gate_window
+
+    def _stages(self, steps_per_epoch: int | None) -> list[Stage]:
+        return [Stage(0, 0, 0)]  # the others are added as they come
+
+    def observe(self, step: int, exact_match: float) -> None:
+        arguments, stage = self.arguments, self.stages[-1]
+        steps = step + 1 - stage.start
+        least = max(arguments.gate_window, arguments.pretrain_steps if stage.index == 0 else 0)
+        if self.is_last(stage) or steps < least:
+            return
+        if exact_match >= arguments.gate_exact_match:
+            reason = f"exact match {exact_match:.3f} after {steps} steps"
+            if steps == arguments.gate_window:
+                self.block = min(2 * self.block, arguments.gate_max_block)
+                reason += f", at once: block of {self.block}"
+        elif steps >= max(least, arguments.gate_max_steps):
+            self.block = max(1, self.block // 2)
+            reason = f"{steps} steps spent at exact match {exact_match:.3f}: block of {self.block}"
+        else:
+            return
+        self.stages.append(Stage(stage.index + 1, self._all_beyond(stage.hidden + self.block), step + 1, reason))
+
+    def state_dict(self) -> dict:
+        return {"block": self.block, "stages": [[s.index, s.hidden, s.start, s.reason] for s in self.stages]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.block = state["block"]
+        self.stages = [Stage(*entry) for entry in state["stages"]]
+
+
+def log_icot_blocks(thinking_length: int, num_stages: int | None = None) -> list[int]:
+    """Hidden tokens in each stage of Log-ICoT (arXiv 2605.28600): stage t of L hides the first τ(1 - 2^-(t-1)).
+
+    The last stage hides all τ. A fraction of a token is hidden too: for the τ = k - 1 nodes of a tree over k = 2^L
+    leaves this gives whole levels, k/2, 3k/4, ….
+
+    Args:
+        thinking_length: τ.
+        num_stages: L; log2(τ + 1) rounded up if None, and at least 2 where there is a token to hide.
+    """
+    count = num_stages or max(2, math.ceil(math.log2(thinking_length + 1)))
+    return [math.ceil(thinking_length * (1 - 2.0**-t)) for t in range(count - 1)] + [thinking_length]
+
+
+def create_schedule(
+    arguments: CurriculumArguments, thinking_length: int, steps_per_epoch: int | None = None
+) -> Schedule:
+    """The schedule that `arguments` name; see `Schedule` for the parameters."""
+    gated = arguments.method == "icot" and arguments.schedule == "gated" and thinking_length > 0
+    return (GatedSchedule if gated else Schedule)(arguments, thinking_length, steps_per_epoch)
 
 
 def supervised_tokens(thinking_length: torch.Tensor, answer_length: torch.Tensor, hidden: torch.Tensor) -> int:

@@ -5,28 +5,49 @@ follows from the seed and the step's number alone, for the whole batch of all pr
 processes changes neither the data nor the loss.
 """
 
+import dataclasses
 import json
 import math
 import os
 import shutil
+import signal
+import threading
 import time
+import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 from transformers.utils import logging
 
-from .curriculum import CurriculumArguments, Schedule, Stage, hide_thinking_tokens, supervised_tokens
+from .curriculum import CurriculumArguments, Stage, create_schedule, hide_thinking_tokens, supervised_tokens
 from .evaluation import EvaluationResult, evaluate_generation, evaluate_teacher_forced, folded_positions
 from .optimization import OPTIMIZERS, create_optimizers
+from .state import load_state, pack_optimizer, random_states, save_state, set_random_states, unpack_optimizer
 from .tasks import TokenizedProblems
 
 
+# With several processes they agree every so many steps whether one of them got a signal to stop.
+SIGNAL_STEPS = 10
+STATE_FIELDS = (
+    "step",
+    "finished",
+    "tokens_seen",
+    "examples_seen",
+    "logged_step",
+    "logged_tokens",
+    "logged_seconds",
+)
+# What may differ between a run and its resumption: nothing that a weight depends on.
+FREE_ON_RESUME = frozenset(
+    "logging_steps eval_steps save_steps per_device_eval_batch_size report_to disable_tqdm num_threads output_dir "
+    "stop_at_exact_match resume".split()
+)
 LR_SCHEDULERS = ("constant_with_warmup", "linear", "cosine", "warmup_stable_decay")
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -37,6 +58,9 @@ class ICoTTrainingArguments:
 
     output_dir: str | None = field(
         default=None, metadata={"help": "Run folder. Unset: runs/<name of the recipe>, numbered if that exists."}
+    )
+    resume: str | None = field(
+        default=None, metadata={"help": "Run folder to take up at its last state, with its own recipe."}
     )
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Delete a run that is in output_dir."})
     max_steps: int = field(default=1000, metadata={"help": "Optimiser steps."})
@@ -72,6 +96,9 @@ class ICoTTrainingArguments:
     seed: int = field(default=0, metadata={"help": "Seed of the weights, the order of data and the smoothing."})
     logging_steps: int = field(default=50, metadata={"help": "Steps between lines of training loss."})
     eval_steps: int = field(default=250, metadata={"help": "Steps between evaluations on the validation problems."})
+    save_steps: int = field(
+        default=500, metadata={"help": "Steps between states to resume from; there is one at each stage's end too."}
+    )
     stop_at_exact_match: float | None = field(
         default=None,
         metadata={
@@ -89,7 +116,7 @@ class ICoTTrainingArguments:
 
     def __post_init__(self):
         positive = "max_steps per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size"
-        for name in f"{positive} logging_steps eval_steps".split():
+        for name in f"{positive} logging_steps eval_steps save_steps".split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
         for name in "weight_decay max_grad_norm warmup_steps lr_decay_steps seed".split():
@@ -119,6 +146,14 @@ class ICoTTrainingArguments:
             raise ValueError(f"stop_at_exact_match must be above 0 and at most 1, not {self.stop_at_exact_match}")
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads must be 1 or more, not {self.num_threads}")
+
+
+class Interrupted(Exception):
+    """A signal ended the training after its state was saved."""
+
+    def __init__(self, number: int, step: int):
+        super().__init__(f"{signal.Signals(number).name} after step {step}: the state is saved")
+        self.number, self.step = number, step
 
 
 class ICoTTrainer:
@@ -170,7 +205,7 @@ class ICoTTrainer:
         longest = max(train_problems.max_length, eval_problems.max_length)
         if longest > model.config.n_positions:
             raise ValueError(f"the longest row has {longest} tokens, the model n_positions={model.config.n_positions}")
-        self.schedule = Schedule(curriculum, int(train_problems.thinking_length.max()), self.steps_per_epoch)
+        self.schedule = create_schedule(curriculum, int(train_problems.thinking_length.max()), self.steps_per_epoch)
         self.eval_problems = eval_problems
         # Lengths stay where the loop runs: the sizes of a batch are known without waiting for the device.
         self.lengths = [
@@ -202,7 +237,14 @@ class ICoTTrainer:
         self.train_model = torch.compile(self.model) if args.torch_compile else self.model
         self.unwrapped = self.accelerator.unwrap_model(self.model)
         self.run_config = run_config or {}
+        # The state of the run: what `save_state` writes.
+        self.step, self.stage, self.finished = 0, self.schedule.stage(0), False
         self.tokens_seen, self.examples_seen = 0, 0
+        self.logged_step, self.logged_tokens, self.logged_seconds = 0, 0, 0.0
+        self.running = torch.zeros((), device=self.accelerator.device)
+        self.observed = torch.zeros(2, dtype=torch.int64, device=self.accelerator.device)
+        self._seconds_before = self._training_before = 0.0
+        self._status: dict = {}
         self._epoch, self._order = -1, None
         self._begun, self._paused = time.perf_counter(), 0.0
 
@@ -223,8 +265,9 @@ class ICoTTrainer:
             self._epoch, self._order = epoch, torch.randperm(len(self.lengths[0]), generator=self._generator(0, epoch))
         return self._order[at * self.batch_size : (at + 1) * self.batch_size]
 
-    def batches(self, step: int, stage: Stage) -> tuple[list[dict[str, torch.Tensor]], int]:
-        """This process's inputs for `step`, one for each accumulation, and the loss tokens of the whole batch."""
+    def batches(self, step: int, stage: Stage) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor], int]:
+        """This process's inputs for `step`, one for each accumulation; which of their rows hide just what the stage
+        hides; and the loss tokens of the whole batch."""
         index = self._indices(step)
         question, thinking, answer = (x[index] for x in self.lengths)
         hidden = self.schedule.draw_hidden(stage, self.batch_size, self._generator(1, step))
@@ -234,7 +277,7 @@ class ICoTTrainer:
         self.tokens_seen += int(length.sum())
         self.examples_seen += self.batch_size
         device, per_device = self.accelerator.device, self.args.per_device_train_batch_size
-        inputs = []
+        inputs, at_stage = [], []
         for accumulation in range(self.args.gradient_accumulation_steps):
             start = (accumulation * self.accelerator.num_processes + self.accelerator.process_index) * per_device
             mine = slice(start, start + per_device)
@@ -250,20 +293,25 @@ class ICoTTrainer:
             # Trailing pads come after all that carries loss, so causal attention needs no further mask.
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             inputs.append(batch)
-        return inputs, supervised_tokens(thinking, answer, hidden)
+            at_stage.append((hidden[mine] == thinking[mine].clamp(max=stage.hidden)).to(device))
+        return inputs, at_stage, supervised_tokens(thinking, answer, hidden)
 
     def training_step(self, step: int, stage: Stage) -> torch.Tensor:
         """One optimiser step. Returns this process's share of the mean loss over the whole batch's loss tokens."""
-        inputs, loss_tokens = self.batches(step, stage)
+        inputs, at_stage, loss_tokens = self.batches(step, stage)
         total = torch.zeros((), device=self.accelerator.device)
         for number, batch in enumerate(inputs):
             last = number + 1 == len(inputs)
             with self.accelerator.no_sync(self.model) if not last else nullcontext():
                 with self.accelerator.autocast():
-                    loss = self.train_model(**batch, num_items_in_batch=loss_tokens, use_cache=False).loss
+                    output = self.train_model(**batch, num_items_in_batch=loss_tokens, use_cache=False)
                 # Gradients are averaged over processes, while the loss is a mean over the whole batch.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-            total += loss.detach()
+                self.accelerator.backward(output.loss * self.accelerator.num_processes)
+            total += output.loss.detach()
+            if self.schedule.observe_steps:
+                targets = batch["labels"][:, 1:]
+                right = ((output.logits[:, :-1].argmax(-1) == targets) | (targets == -100)).all(1)
+                self.observed += torch.stack([(right & at_stage[number]).sum(), at_stage[number].sum()])
         if self.args.max_grad_norm > 0:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
@@ -275,7 +323,13 @@ class ICoTTrainer:
     # ---- the run ----
 
     def train(self) -> dict:
-        """Run all steps. Returns the last stage's evaluation and the run's totals as plain numbers."""
+        """Run all steps, or those left after `resume`. Returns the last stage's evaluation and the run's totals.
+
+        Raises:
+            Interrupted: SIGINT or SIGTERM came; the state was saved.
+            FloatingPointError: the loss is not finite.
+            OSError: the run folder cannot be written; the last state is whole.
+        """
         args = self.args
         if self.is_main:
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -283,53 +337,169 @@ class ICoTTrainer:
             flat = {k: v for k, v in self.run_config.items() if isinstance(v, (int, float, str, bool))}
             self.accelerator.init_trackers("hf_icot", config=flat)
         self.model.train()
-        self._status = {}
+        self._begun = time.perf_counter()
         hide = args.disable_tqdm or not self.is_main
-        self._bar = tqdm(total=args.max_steps, desc="training", unit="step", disable=hide, smoothing=0.1)
-        self._begun, self._paused = time.perf_counter(), 0.0
-        running, stage = torch.zeros((), device=self.accelerator.device), self.schedule.stage(0)
-        logged = (0, 0, 0.0)  # step, tokens and training seconds at the last log
-        step, stopped = 0, False
-        while step < args.max_steps and not stopped:
-            now = self.schedule.stage(step)
-            if now != stage:
-                self._end_stage(stage, step)
-                if self.curriculum.reset_optimizer:
-                    for optimizer in self.optimizers:
-                        optimizer.optimizer.state.clear()
-                stage = now
-            running += self.training_step(step, stage)
-            step += 1
-            self._bar.update()
-            if step % args.logging_steps == 0 or step == args.max_steps:
-                loss = float(self.accelerator.reduce(running, reduction="sum")) / (step - logged[0])
-                seconds = self.training_seconds
-                rate = (self.tokens_seen - logged[1]) / (seconds - logged[2])
-                self._log("train", step, stage, {"loss": loss, "tokens_per_second": round(rate, 1)})
-                self._show(loss=f"{loss:.4f}", hidden=stage.hidden, **{"tok/s": f"{rate:.0f}"})
-                if not math.isfinite(loss):
-                    raise FloatingPointError(f"the loss is {loss} at step {step}: lower the learning rate")
-                running.zero_()
-                logged = (step, self.tokens_seen, seconds)
-            if step % args.eval_steps == 0 and step < args.max_steps:
-                result = self.evaluate(stage)
-                self._log("eval", step, stage, result.to_dict())
-                self._show(acc=f"{result.exact_match:.3f}")
-                is_last = stage.hidden == self.schedule.stages[-1].hidden
-                stopped = is_last and result.exact_match >= (args.stop_at_exact_match or math.inf)
-        result = self._end_stage(stage, step)
+        self._bar = tqdm(
+            total=args.max_steps, initial=self.step, desc="training", unit="step", disable=hide, smoothing=0.1
+        )
+        with stop_on_signal() as signals:
+            while self.step < args.max_steps and not self.finished:
+                self._enter_stage()
+                self.running += self.training_step(self.step, self.stage)
+                self.step += 1
+                self._bar.update()
+                self._observe()
+                if self.step % args.logging_steps == 0 or self.step == args.max_steps:
+                    self._log_training()
+                if self.step % args.eval_steps == 0 and self.step < args.max_steps:
+                    result = self.evaluate(self.stage)
+                    self._log("eval", result.to_dict())
+                    self._show(acc=f"{result.exact_match:.3f}")
+                    through = self.schedule.is_last(self.stage)
+                    self.finished = through and result.exact_match >= (args.stop_at_exact_match or math.inf)
+                if self.step % args.save_steps == 0:
+                    self.save_state()
+                if self._interrupted(signals):
+                    self.save_state()
+                    raise Interrupted(signals[0] if signals else signal.SIGTERM, self.step)
+        self.finished = True
+        self.save_state()
+        result = self._end_stage()
         self._bar.close()
         if args.report_to:
             self.accelerator.end_training()
         return {
-            "steps": step,
-            "stage": stage.index,
-            "hidden_tokens": stage.hidden,
+            "steps": self.step,
+            "stage": self.stage.index,
+            "hidden_tokens": self.stage.hidden,
             "tokens": self.tokens_seen,
             "examples": self.examples_seen,
-            "seconds": time.perf_counter() - self._begun,
+            "seconds": self.seconds,
             **{f"validation_{key}": value for key, value in result.items()},
         }
+
+    def _enter_stage(self) -> None:
+        """Go over to the stage of the next step, if it is another one, and close the one before."""
+        now = self.schedule.stage(self.step)
+        if now == self.stage:
+            return
+        self._end_stage()
+        if self.curriculum.reset_optimizer:
+            for optimizer in self.optimizers:
+                optimizer.optimizer.state.clear()
+        self.stage = now
+        self.observed.zero_()
+        self.save_state()
+
+    def _observe(self) -> None:
+        """Tell the schedule what the model can do, where it wants to know."""
+        every = self.schedule.observe_steps
+        if every and (self.step - self.stage.start) % every == 0:
+            right, shown = self.accelerator.reduce(self.observed, reduction="sum").tolist()
+            self.observed.zero_()
+            if shown:
+                self.schedule.observe(self.step - 1, right / shown)
+
+    def _log_training(self) -> None:
+        loss = float(self.accelerator.reduce(self.running, reduction="sum")) / (self.step - self.logged_step)
+        seconds = self.training_seconds
+        rate = (self.tokens_seen - self.logged_tokens) / (seconds - self.logged_seconds)
+        self._log("train", {"loss": loss, "tokens_per_second": round(rate, 1)})
+        self._show(loss=f"{loss:.4f}", hidden=self.stage.hidden, **{"tok/s": f"{rate:.0f}"})
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {self.step}: lower the learning rate")
+        self.running.zero_()
+        self.logged_step, self.logged_tokens, self.logged_seconds = self.step, self.tokens_seen, seconds
+
+    def _interrupted(self, signals: list) -> bool:
+        """Whether to stop here: all processes must at the same step."""
+        if self.accelerator.num_processes == 1:
+            return bool(signals)
+        if self.step % SIGNAL_STEPS:
+            return False
+        flag = torch.tensor(float(bool(signals)), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, reduction="sum") > 0)
+
+    # ---- states ----
+
+    def save_state(self) -> None:
+        """Write all that the next step depends on to `state/`, in the middle of a run."""
+        with self._pause():
+            # What differs between processes: random generators and the sums since the last report.
+            mine = {
+                "random": random_states(),
+                "running": self.running.item(),
+                "observed": self.observed.tolist(),
+            }
+            processes = gather_object([mine])
+            if self.is_main:
+                tensors = {f"model.{k}": v for k, v in self.unwrapped.state_dict().items()}
+                groups = []
+                for number, optimizer in enumerate(self.optimizers):
+                    moments, group = pack_optimizer(optimizer.optimizer, f"optimizer{number}")
+                    tensors |= moments
+                    groups.append(group)
+                scaler = self.accelerator.scaler
+                values = {
+                    **{name: getattr(self, name) for name in STATE_FIELDS},
+                    "seconds": self.seconds,
+                    "training_seconds": self.training_seconds,
+                    "stage": list(dataclasses.astuple(self.stage)),
+                    "schedule": self.schedule.state_dict(),
+                    "lr_schedulers": [
+                        {
+                            k: v
+                            for k, v in scheduler.state_dict().items()
+                            if k in ("last_epoch", "_step_count", "_last_lr")
+                        }
+                        for scheduler in self.schedulers
+                    ],
+                    "optimizer_groups": groups,
+                    "scaler": scaler.state_dict() if scaler is not None else None,
+                    "processes": processes,
+                    "metrics_bytes": (self.output_dir / "metrics.jsonl").stat().st_size
+                    if (self.output_dir / "metrics.jsonl").exists()
+                    else 0,
+                    "run_config": self.run_config,
+                }
+                save_state(self.output_dir / "state", self.step, tensors, values)
+            self.accelerator.wait_for_everyone()
+
+    def resume(self) -> int:
+        """Take up the run folder's last whole state. Returns the steps that are done.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it belongs to another recipe or another number of processes.
+        """
+        _, tensors, values = load_state(self.output_dir / "state")
+        check_recipe(values["run_config"], self.run_config)
+        processes = values["processes"]
+        if len(processes) != self.accelerator.num_processes:
+            raise ValueError(
+                f"the run had {len(processes)} processes, not {self.accelerator.num_processes}: start as many"
+            )
+        weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+        self.unwrapped.load_state_dict(weights)
+        for number, (optimizer, groups) in enumerate(zip(self.optimizers, values["optimizer_groups"], strict=True)):
+            unpack_optimizer(optimizer.optimizer, tensors, groups, f"optimizer{number}")
+        for scheduler, state in zip(self.schedulers, values["lr_schedulers"], strict=True):
+            scheduler.load_state_dict({**state, "lr_lambdas": [None] * len(scheduler.base_lrs)})
+        if values["scaler"] is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(values["scaler"])
+        for name in STATE_FIELDS:
+            setattr(self, name, values[name])
+        self._seconds_before, self._training_before = values["seconds"], values["training_seconds"]
+        self.schedule.load_state_dict(values["schedule"])
+        self.stage = Stage(*values["stage"])
+        mine = processes[self.accelerator.process_index]
+        self.running.fill_(mine["running"])
+        self.observed.copy_(torch.tensor(mine["observed"]))
+        set_random_states(mine["random"])
+        if self.is_main and (self.output_dir / "metrics.jsonl").exists():
+            # Lines after the state come again.
+            os.truncate(self.output_dir / "metrics.jsonl", values["metrics_bytes"])
+        return self.step
 
     def evaluate(self, stage: Stage) -> EvaluationResult:
         """Exact match and per-digit accuracy on the held-out problems, teacher forced, over all processes."""
@@ -356,8 +526,9 @@ class ICoTTrainer:
             keep_position=self.curriculum.keep_position,
         )
 
-    def _end_stage(self, stage: Stage, step: int) -> dict:
+    def _end_stage(self) -> dict:
         """Evaluate, generate for real, log both, and keep the stage's model."""
+        stage = self.stage
         forced = self.evaluate(stage)
         values = forced.to_dict()
         with self._pause():
@@ -377,9 +548,9 @@ class ICoTTrainer:
                             f"generated but {forced.exact_match:.4f} right under teacher forcing; these should agree"
                         )
                 folder = self.output_dir / "stages" / f"hidden-{stage.hidden:03d}"
-                self.save_model(folder, stage.hidden, {"step": step, **values})
+                self.save_model(folder, stage.hidden, {"step": self.step, **values})
             self.accelerator.wait_for_everyone()
-        self._log("stage", step, stage, values)
+        self._log("stage", values)
         return values
 
     def save_model(self, folder: Path, hidden: int, metrics: dict | None = None) -> None:
@@ -422,19 +593,24 @@ class ICoTTrainer:
         self._paused += time.perf_counter() - begun
 
     @property
-    def training_seconds(self) -> float:
-        """Wall time since `train` began, without evaluations and saving."""
-        return time.perf_counter() - self._begun - self._paused
+    def seconds(self) -> float:
+        """Wall time of the run, over all its sittings."""
+        return self._seconds_before + time.perf_counter() - self._begun
 
-    def _log(self, event: str, step: int, stage: Stage, values: dict) -> None:
+    @property
+    def training_seconds(self) -> float:
+        """Wall time of the run without evaluations and saving."""
+        return self._training_before + time.perf_counter() - self._begun - self._paused
+
+    def _log(self, event: str, values: dict) -> None:
         """One line of metrics.jsonl, and the same to the trackers."""
         line = {
             "event": event,
-            "step": step,
-            "stage": stage.index,
-            "hidden_tokens": stage.hidden,
+            "step": self.step,
+            "stage": self.stage.index,
+            "hidden_tokens": self.stage.hidden,
             "tokens": self.tokens_seen,
-            "seconds": round(time.perf_counter() - self._begun, 3),
+            "seconds": round(self.seconds, 3),
             "learning_rate": self.schedulers[-1].get_last_lr()[0],
             **values,
         }
@@ -445,11 +621,58 @@ class ICoTTrainer:
             flat = {f"{event}/{k}": v for k, v in line.items() if isinstance(v, (int, float))}
             for name in ("digit_accuracy", "digit_loss"):
                 flat |= {f"{event}/{name}_{k}": v for k, v in enumerate(values.get(name, []))}
-            self.accelerator.log(flat, step=step)
+            self.accelerator.log(flat, step=self.step)
 
     def _show(self, **values) -> None:
         self._status |= values
         self._bar.set_postfix(self._status)
+
+
+def check_recipe(before: dict, now: dict) -> None:
+    """Say what a resumed run's recipe has changed.
+
+    Raises:
+        ValueError: a changed key would make another run of it.
+    """
+    changed = {k: (before.get(k), now.get(k)) for k in before.keys() | now.keys() if before.get(k) != now.get(k)}
+    text = ", ".join(f"{k}: {old!r} -> {new!r}" for k, (old, new) in sorted(changed.items()))
+    refused = sorted(changed.keys() - FREE_ON_RESUME)
+    if refused:
+        raise ValueError(f"the recipe differs from the run's ({text}): {', '.join(refused)} cannot change in a run")
+    shown = {k for k in changed if k not in ("resume", "output_dir")}
+    if shown:
+        warnings.warn(f"resuming with a changed recipe: {text}", stacklevel=2)
+
+
+@contextmanager
+def stop_on_signal():
+    """Inside, SIGINT and SIGTERM are put on the list it yields. A later SIGINT ends the process as usual.
+
+    "Later" by two seconds: launchers pass on what the terminal has sent to all already.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    first = 0.0
+
+    def receive(number, frame):
+        nonlocal first
+        if received and number == signal.SIGINT and time.monotonic() - first > 2:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+        first = first or time.monotonic()
+        received.append(number)
+
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def test_fixed_pace_follows_its_closed_form():
         expected = 0 if step < 30 else min(46, 4 * (1 + (step - 30) // 7))
         assert schedule.stage(step).hidden == expected
     assert [stage.index for stage in schedule.stages] == list(range(len(schedule.stages)))
-    assert schedule.stages[-1].end is None and schedule.stages[-1].hidden == 46
+    assert schedule.is_last(schedule.stages[-1]) and schedule.stages[-1].hidden == 46
 
 
 @pytest.mark.parametrize("pace", [8.0, 0.5, 3.0])

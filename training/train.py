@@ -27,7 +27,7 @@ from hf_icot.hub import write_model_card
 from hf_icot.tasks import TokenizedProblems
 from hf_icot.tasks.multiplication import MultiplicationTask
 from hf_icot.tasks.text import TextTask
-from hf_icot.trainer import ICoTTrainer, ICoTTrainingArguments
+from hf_icot.trainer import ICoTTrainer, ICoTTrainingArguments, Interrupted
 
 
 DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "mult_3x2_icot.yaml"
@@ -36,6 +36,10 @@ ARGUMENTS = (TaskArguments, ModelArguments, CurriculumArguments, ICoTTrainingArg
 
 def choose_output_dir(args: ICoTTrainingArguments, recipe: str | None) -> str:
     """The run folder: the one asked for if it is free, else runs/<recipe>, numbered where that is taken."""
+    if args.resume is not None:
+        if not (Path(args.resume) / "recipe.yaml").exists():
+            raise ValueError(f"{args.resume} is no run folder: it holds no recipe.yaml")
+        return args.resume
     if args.output_dir is not None:
         folder = Path(args.output_dir)
         if folder.is_dir() and any(folder.iterdir()) and not args.overwrite_output_dir:
@@ -137,7 +141,11 @@ def print_table(name: str, results: dict, totals: dict, folder: str) -> None:
 
 
 def main() -> None:
-    parser = RecipeParser(*ARGUMENTS, default_config=str(DEFAULT_RECIPE), description=__doc__.split("\n")[0])
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--resume")
+    resumed = finder.parse_known_args()[0].resume
+    default = Path(resumed) / "recipe.yaml" if resumed else DEFAULT_RECIPE
+    parser = RecipeParser(*ARGUMENTS, default_config=str(default), description=__doc__.split("\n")[0])
     task_args, model_args, curriculum, args, recipe = parser.parse()
     start_cpu_processes()
     if not torch.accelerator.is_available():
@@ -187,22 +195,35 @@ def main() -> None:
             tokenizer=tokenizer,
             run_config=resolved,
         )
+        if args.resume:
+            done = trainer.resume()
+            if state.is_main_process:
+                print(f"resuming {args.resume} after step {done}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     folder = Path(args.output_dir)
     if state.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
+        if not args.resume:
+            (folder / "recipe.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
         stages = trainer.schedule.stages
         print(f"{task.name}: {len(splits['train']):,} training problems, {model.num_parameters():,} parameters,")
         print(f"{len(stages)} stages, {args.max_steps} steps of {trainer.batch_size} problems; run folder {folder}")
-        if stages[-1].start >= args.max_steps:
+        if trainer.schedule.is_last(stages[-1]) and stages[-1].start >= args.max_steps:
             reached = trainer.schedule.stage(args.max_steps - 1).hidden
             print(
                 f"note: max_steps ends the curriculum with {reached} of {stages[-1].hidden} thinking tokens hidden: "
                 f"its last stage begins at step {stages[-1].start}"
             )
-    totals = trainer.train()
+    resume = f"go on with: accelerate launch training/train.py --resume {shlex.quote(str(folder))}"
+    try:
+        totals = trainer.train()
+    except Interrupted as interruption:
+        if state.is_main_process:
+            print(f"\n{interruption}; {resume}", file=sys.stderr)
+        sys.exit(128 + interruption.number)
+    except (OSError, FloatingPointError) as error:
+        sys.exit(f"\nerror: {error}; the last state in {folder / 'state'} is whole: {resume}")
     if not state.is_main_process:
         return
     test = splits.get("test", splits["validation"])
