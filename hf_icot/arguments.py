@@ -69,7 +69,19 @@ class ModelArguments:
         default=True, metadata={"help": "Use the token embeddings as output weights too."}
     )
 
+    running_sum_head: str = field(
+        default="none",
+        metadata={
+            "help": "Auxiliary regression of the running sum ĉ_k where c_k is predicted: 'per_head', one map from "
+            "each attention head's output (2510.00184); 'joint', one from all heads; 'residual', from the stream.",
+            "choices": ("none", "per_head", "joint", "residual"),
+        },
+    )
+    running_sum_layer: int = field(default=-1, metadata={"help": "Layer that the head reads; -1 is the last."})
+
     def __post_init__(self):
+        if not -self.n_layer <= self.running_sum_layer < self.n_layer:
+            raise ValueError(f"running_sum_layer must be a layer of {self.n_layer}, not {self.running_sum_layer}")
         for name in ("n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")

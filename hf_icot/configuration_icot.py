@@ -29,6 +29,8 @@ class ICoTConfig(GPT2Config):
         The layer that the head reads; negative values count from the last layer.
     running_sum_weight (`float`, *optional*, defaults to 1.0):
         λ in `loss = lm_loss + λ * running_sum_loss`; an argument of the same name to `forward` overrides it.
+    running_sum_mean, running_sum_std (`list[float]`, *optional*):
+        What each place's ĉ_k is reduced by and divided by in the head's targets; `None` if they are as they are.
     operand_digits (`list[list[int]]`, *optional*):
         Sizes `[n, m]` of the multiplications that the model was trained on. `None` if it was not trained on any.
     hidden_tokens (`int` or `"all"`, *optional*):
@@ -66,6 +68,8 @@ class ICoTConfig(GPT2Config):
     running_sum_head: bool | str | None = False
     running_sum_layer: int = -1
     running_sum_weight: float | int = 1.0
+    running_sum_mean: list | None = None
+    running_sum_std: list | None = None
     operand_digits: list | tuple | None = None
     hidden_tokens: int | str | None = None
     hidden_as: str = "drop"

@@ -376,3 +376,29 @@ def hide_thinking_tokens(
     input_ids = tokens.gather(1, source).long().masked_fill_(after_end, pad_token_id)
     labels = input_ids.masked_fill(after_end | (place <= question_length[:, None]), -100)
     return {"input_ids": input_ids, "labels": labels, "position_ids": source if keep_position else None}
+
+
+def align_with_answer(
+    values: torch.Tensor,
+    question_length: torch.Tensor,
+    thinking_length: torch.Tensor,
+    dropped: torch.Tensor | int,
+    length: int,
+) -> torch.Tensor:
+    """Put values that belong to the places of an answer where `hide_thinking_tokens` leaves its tokens.
+
+    Args:
+        values: float [batch, places], NaN where there is none.
+        question_length, thinking_length: [batch].
+        dropped: thinking tokens that have left the row, [batch] or one number.
+        length: length of the row.
+
+    Returns:
+        float [batch, length], NaN elsewhere: aligned as `labels`, unshifted.
+    """
+    first = question_length.long() + thinking_length.long() - dropped + 2
+    place = first[:, None] + torch.arange(values.shape[1], device=values.device)
+    # What has no value goes to a place beyond the row, which is cut off.
+    place = place.masked_fill(values.isnan() | (place > length), length)
+    empty = torch.full((len(values), length + 1), math.nan, dtype=values.dtype, device=values.device)
+    return empty.scatter_(1, place, values)[:, :length]

@@ -23,6 +23,8 @@ class EvaluationResult:
         problems: how many problems were evaluated.
         loss: mean cross-entropy over target tokens, in nats (teacher forcing only).
         digit_loss: mean cross-entropy at each place of the answer, in nats (teacher forcing only).
+        running_sum_error: mean absolute error of ĉ_k at each place of the answer, over the readers of the running-sum
+            head (teacher forcing only, models with the head).
         target_match: fraction of problems whose whole target was generated (generation only).
         problems_per_second: wall-clock rate (generation only).
         predictions: the generated answers' tokens, [problems, longest answer + 1], -1 where there is none (generation
@@ -34,6 +36,7 @@ class EvaluationResult:
     problems: int
     loss: float | None = None
     digit_loss: list[float] = field(default_factory=list)
+    running_sum_error: list[float] = field(default_factory=list)
     target_match: float | None = None
     problems_per_second: float | None = None
     predictions: torch.Tensor | None = None
@@ -97,7 +100,7 @@ def evaluate_teacher_forced(
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
     places = int(problems.answer_length.max())
     # Sums in float64, so that they do not depend on how the problems are shared out.
-    sums = torch.zeros(4 + 3 * places, dtype=torch.float64, device=device)
+    sums = torch.zeros(4 + 5 * places, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     mine = torch.arange(rank, len(problems), world)
@@ -118,9 +121,9 @@ def evaluate_teacher_forced(
         if inputs["position_ids"] is None:
             del inputs["position_ids"]
         with accelerator.autocast() if accelerator is not None else nullcontext():
-            logits = model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), use_cache=False).logits
+            output = model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), use_cache=False)
         targets = labels[:, 1:]
-        logits = logits[:, :-1].float()
+        logits = output.logits[:, :-1].float()
         token_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         right = logits.argmax(-1) == targets
         supervised = targets != -100
@@ -130,6 +133,7 @@ def evaluate_teacher_forced(
         place = torch.arange(places, device=device)
         at = (start[:, None] + place).clamp_(max=targets.shape[1] - 1)
         counts = place < batch.answer_length[:, None]
+        sum_error, sum_counts = _running_sum_errors(model, output, batch, at)
         sums += torch.cat(
             [
                 torch.stack(
@@ -143,20 +147,40 @@ def evaluate_teacher_forced(
                 (right.gather(1, at) & counts).sum(0).double(),
                 (token_loss.gather(1, at) * counts).sum(0, dtype=torch.float64),
                 counts.sum(0).double(),
+                sum_error,
+                sum_counts,
             ]
         )
     model.train(was_training)
     if accelerator is not None:
         sums = accelerator.reduce(sums, reduction="sum")
     exact, count, loss, targets = sums[:4].tolist()
-    right, digit_loss, counts = sums[4:].view(3, places)
+    right, digit_loss, counts, sum_error, sum_counts = sums[4:].view(5, places)
     return EvaluationResult(
         exact_match=exact / count,
         digit_accuracy=(right / counts).tolist(),
         problems=int(count),
         loss=loss / targets,
         digit_loss=(digit_loss / counts).tolist(),
+        running_sum_error=(sum_error / sum_counts).tolist() if bool((sum_counts > 0).all()) else [],
     )
+
+
+def _running_sum_errors(
+    model, output, batch: TokenizedProblems, at: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of the absolute errors of ĉ_k at each place, and their number; both 0 without head or targets."""
+    predicted = getattr(output, "running_sums", None)
+    if predicted is None or batch.running_sums is None:
+        return at.new_zeros(2, at.shape[1], dtype=torch.float64).unbind()
+    config = getattr(model, "module", model).config
+    truth = batch.running_sums[:, : at.shape[1]].double()
+    predicted = predicted.double().gather(1, at[..., None].expand(-1, -1, predicted.shape[-1]))
+    if config.running_sum_mean is not None:
+        mean, std = (truth.new_tensor(x)[: at.shape[1]] for x in (config.running_sum_mean, config.running_sum_std))
+        predicted = predicted * std[:, None] + mean[:, None]
+    counts = truth >= 0
+    return ((predicted - truth[..., None]).abs().mean(-1) * counts).sum(0), counts.sum(0).double()
 
 
 @contextmanager

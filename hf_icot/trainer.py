@@ -25,7 +25,14 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 from transformers.utils import logging
 
-from .curriculum import CurriculumArguments, Stage, create_schedule, hide_thinking_tokens, supervised_tokens
+from .curriculum import (
+    CurriculumArguments,
+    Stage,
+    align_with_answer,
+    create_schedule,
+    hide_thinking_tokens,
+    supervised_tokens,
+)
 from .evaluation import EvaluationResult, evaluate_generation, evaluate_teacher_forced, folded_positions
 from .optimization import OPTIMIZERS, create_optimizers
 from .state import load_state, pack_optimizer, random_states, save_state, set_random_states, unpack_optimizer
@@ -88,6 +95,15 @@ class ICoTTrainingArguments:
     )
     warmup_steps: int = field(default=100, metadata={"help": "Steps of linear warm-up."})
     lr_decay_steps: int = field(default=0, metadata={"help": "warmup_stable_decay: steps of decay at the end."})
+    running_sum_weight: float = field(
+        default=1.0, metadata={"help": "λ of the running-sum head's mean squared error, added to the loss."}
+    )
+    running_sum_weight_end: float | None = field(
+        default=None, metadata={"help": "λ goes linearly to this value at max_steps. Unset: it stays."}
+    )
+    running_sum_standardize: bool = field(
+        default=True, metadata={"help": "The head's targets are reduced by their mean and divided by their deviation."}
+    )
     mixed_precision: str = field(
         default="no", metadata={"help": "Automatic mixed precision of the forward pass.", "choices": PRECISIONS}
     )
@@ -119,7 +135,7 @@ class ICoTTrainingArguments:
         for name in f"{positive} logging_steps eval_steps save_steps".split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
-        for name in "weight_decay max_grad_norm warmup_steps lr_decay_steps seed".split():
+        for name in "weight_decay max_grad_norm warmup_steps lr_decay_steps seed running_sum_weight".split():
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("learning_rate", "muon_learning_rate"):
@@ -214,6 +230,7 @@ class ICoTTrainer:
         ]
         self.pad_token_id = train_problems.pad_token_id
         self.train_tokens = train_problems.tokens.to(self.accelerator.device)
+        self.train_sums = self._running_sum_targets(model, train_problems)
         uniform = all(bool((x == x[0]).all()) for x in self.lengths[:2])
         self.question_length = int(self.lengths[0][0]) if uniform else None
 
@@ -241,12 +258,32 @@ class ICoTTrainer:
         self.step, self.stage, self.finished = 0, self.schedule.stage(0), False
         self.tokens_seen, self.examples_seen = 0, 0
         self.logged_step, self.logged_tokens, self.logged_seconds = 0, 0, 0.0
-        self.running = torch.zeros((), device=self.accelerator.device)
+        self.running = torch.zeros(3, device=self.accelerator.device)
         self.observed = torch.zeros(2, dtype=torch.int64, device=self.accelerator.device)
         self._seconds_before = self._training_before = 0.0
         self._status: dict = {}
         self._epoch, self._order = -1, None
         self._begun, self._paused = time.perf_counter(), 0.0
+
+    def _running_sum_targets(self, model, problems: TokenizedProblems) -> torch.Tensor | None:
+        """What the running-sum head is to predict, float32 [problems, places], NaN where there is nothing."""
+        if not model.config.running_sum_head:
+            return None
+        if problems.running_sums is None:
+            raise ValueError("a model with a running-sum head needs problems with running_sums")
+        sums = problems.running_sums.float()
+        sums = sums.masked_fill(sums < 0, math.nan)
+        if self.args.running_sum_standardize:
+            mean = sums.nanmean(0)
+            std = (sums - mean).square().nanmean(0).sqrt().clamp(min=1e-6)
+            sums = (sums - mean) / std
+            model.config.running_sum_mean, model.config.running_sum_std = mean.tolist(), std.tolist()
+        return sums.to(self.accelerator.device)
+
+    def running_sum_weight(self, step: int) -> float:
+        """λ at a step."""
+        start, end = self.args.running_sum_weight, self.args.running_sum_weight_end
+        return start if end is None else start + (end - start) * step / self.args.max_steps
 
     # ---- one step ----
 
@@ -281,8 +318,9 @@ class ICoTTrainer:
         for accumulation in range(self.args.gradient_accumulation_steps):
             start = (accumulation * self.accelerator.num_processes + self.accelerator.process_index) * per_device
             mine = slice(start, start + per_device)
+            rows = index[mine].to(device)
             batch = hide_thinking_tokens(
-                self.train_tokens[index[mine].to(device)],
+                self.train_tokens[rows],
                 *(x[mine].to(device) for x in (question, thinking, answer, hidden)),
                 self.pad_token_id,
                 side=self.curriculum.removal_side,
@@ -292,14 +330,22 @@ class ICoTTrainer:
             )
             # Trailing pads come after all that carries loss, so causal attention needs no further mask.
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            if self.train_sums is not None:
+                gone = dropped[mine].to(device) if torch.is_tensor(dropped) else dropped
+                lengths = question[mine].to(device), thinking[mine].to(device)
+                batch["running_sum_labels"] = align_with_answer(
+                    self.train_sums[rows], *lengths, gone, batch["input_ids"].shape[1]
+                )
+                batch["running_sum_weight"] = self.running_sum_weight(step)
             inputs.append(batch)
             at_stage.append((hidden[mine] == thinking[mine].clamp(max=stage.hidden)).to(device))
         return inputs, at_stage, supervised_tokens(thinking, answer, hidden)
 
     def training_step(self, step: int, stage: Stage) -> torch.Tensor:
-        """One optimiser step. Returns this process's share of the mean loss over the whole batch's loss tokens."""
+        """One optimiser step. Returns this process's shares of the loss, of its language-model part (the mean over the
+        whole batch's loss tokens), and of the mean squared error of the running sums: [3]."""
         inputs, at_stage, loss_tokens = self.batches(step, stage)
-        total = torch.zeros((), device=self.accelerator.device)
+        total = torch.zeros(3, device=self.accelerator.device)
         for number, batch in enumerate(inputs):
             last = number + 1 == len(inputs)
             with self.accelerator.no_sync(self.model) if not last else nullcontext():
@@ -307,7 +353,10 @@ class ICoTTrainer:
                     output = self.train_model(**batch, num_items_in_batch=loss_tokens, use_cache=False)
                 # Gradients are averaged over processes, while the loss is a mean over the whole batch.
                 self.accelerator.backward(output.loss * self.accelerator.num_processes)
-            total += output.loss.detach()
+            total[0] += output.loss.detach()
+            total[1] += output.lm_loss.detach()
+            if output.running_sum_loss is not None:
+                total[2] += output.running_sum_loss.detach() / (len(inputs) * self.accelerator.num_processes)
             if self.schedule.observe_steps:
                 targets = batch["labels"][:, 1:]
                 right = ((output.logits[:, :-1].argmax(-1) == targets) | (targets == -100)).all(1)
@@ -401,10 +450,12 @@ class ICoTTrainer:
                 self.schedule.observe(self.step - 1, right / shown)
 
     def _log_training(self) -> None:
-        loss = float(self.accelerator.reduce(self.running, reduction="sum")) / (self.step - self.logged_step)
+        sums = self.accelerator.reduce(self.running, reduction="sum") / (self.step - self.logged_step)
+        loss, lm_loss, running_sum_loss = sums.tolist()
         seconds = self.training_seconds
         rate = (self.tokens_seen - self.logged_tokens) / (seconds - self.logged_seconds)
-        self._log("train", {"loss": loss, "tokens_per_second": round(rate, 1)})
+        parts = {"lm_loss": lm_loss, "running_sum_loss": running_sum_loss} if self.train_sums is not None else {}
+        self._log("train", {"loss": loss, **parts, "tokens_per_second": round(rate, 1)})
         self._show(loss=f"{loss:.4f}", hidden=self.stage.hidden, **{"tok/s": f"{rate:.0f}"})
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {self.step}: lower the learning rate")
@@ -428,7 +479,7 @@ class ICoTTrainer:
             # What differs between processes: random generators and the sums since the last report.
             mine = {
                 "random": random_states(),
-                "running": self.running.item(),
+                "running": self.running.tolist(),
                 "observed": self.observed.tolist(),
             }
             processes = gather_object([mine])
@@ -493,7 +544,7 @@ class ICoTTrainer:
         self.schedule.load_state_dict(values["schedule"])
         self.stage = Stage(*values["stage"])
         mine = processes[self.accelerator.process_index]
-        self.running.fill_(mine["running"])
+        self.running.copy_(torch.tensor(mine["running"]))
         self.observed.copy_(torch.tensor(mine["observed"]))
         set_random_states(mine["random"])
         if self.is_main and (self.output_dir / "metrics.jsonl").exists():
@@ -550,7 +601,7 @@ class ICoTTrainer:
                 folder = self.output_dir / "stages" / f"hidden-{stage.hidden:03d}"
                 self.save_model(folder, stage.hidden, {"step": self.step, **values})
             self.accelerator.wait_for_everyone()
-        self._log("stage", values)
+        self._log("stage", {"reason": stage.reason, **values})
         return values
 
     def save_model(self, folder: Path, hidden: int, metrics: dict | None = None) -> None:

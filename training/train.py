@@ -161,7 +161,10 @@ def main() -> None:
             else ArithmeticTokenizer()
         )
         task = load_task(task_args, tokenizer)
-        splits = task.splits()
+        with_sums = model_args.running_sum_head != "none"
+        if with_sums and task_args.task != "multiplication":
+            raise ValueError("running_sum_head needs task 'multiplication', whose operands give the running sums")
+        splits = task.splits(running_sums=True) if with_sums else task.splits()
         set_seed(args.seed)
         if model_args.model_name_or_path:
             model = ICoTForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=torch.float32)
@@ -178,6 +181,8 @@ def main() -> None:
                     resid_pdrop=model_args.dropout,
                     tie_word_embeddings=model_args.tie_word_embeddings,
                     operand_digits=task.sizes or None,
+                    running_sum_head=model_args.running_sum_head if with_sums else False,
+                    running_sum_layer=model_args.running_sum_layer,
                     eos_token_id=tokenizer.eos_token_id,
                     pad_token_id=tokenizer.pad_token_id,
                 )

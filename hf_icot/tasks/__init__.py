@@ -6,8 +6,8 @@ A row of any task is three strings: `question`, `cot` (the chain of thought) and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -23,6 +23,8 @@ class TokenizedProblems:
         thinking_length: integer tensor [N], the tokens between `%%%` and `####` (0 is allowed).
         answer_length: integer tensor [N], the tokens between `####` and `<eos>`.
         pad_token_id: what stands after `<eos>` in the rows shorter than L.
+        running_sums: integer tensor [N, places], the running sum ĉ_k that belongs to place k of the answer, -1 where
+            there is none; or None for problems without any.
 
     Raises:
         ValueError: the shapes disagree.
@@ -33,6 +35,7 @@ class TokenizedProblems:
     thinking_length: torch.Tensor
     answer_length: torch.Tensor
     pad_token_id: int
+    running_sums: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2:
@@ -59,23 +62,15 @@ class TokenizedProblems:
         """The rows at `indices`, in that order. A slice shares memory, anything else copies. L stays as it is."""
         if not isinstance(indices, slice | torch.Tensor):
             indices = torch.as_tensor(indices, dtype=torch.int64)
-        return TokenizedProblems(
-            tokens=self.tokens[indices],
-            question_length=self.question_length[indices],
-            thinking_length=self.thinking_length[indices],
-            answer_length=self.answer_length[indices],
-            pad_token_id=self.pad_token_id,
-        )
+        return self._columns(lambda column: column[indices])
 
     def to(self, device: torch.device | str) -> TokenizedProblems:
         """The same problems with all columns on `device`."""
-        return TokenizedProblems(
-            tokens=self.tokens.to(device),
-            question_length=self.question_length.to(device),
-            thinking_length=self.thinking_length.to(device),
-            answer_length=self.answer_length.to(device),
-            pad_token_id=self.pad_token_id,
-        )
+        return self._columns(lambda column: column.to(device))
+
+    def _columns(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TokenizedProblems:
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TokenizedProblems(**{k: function(v) if isinstance(v, torch.Tensor) else v for k, v in columns.items()})
 
     @staticmethod
     def concatenate(parts: Sequence[TokenizedProblems]) -> TokenizedProblems:
@@ -105,7 +100,16 @@ class TokenizedProblems:
             thinking_length=torch.cat([part.thinking_length for part in parts]),
             answer_length=torch.cat([part.answer_length for part in parts]),
             pad_token_id=pad,
+            running_sums=_stack([part.running_sums for part in parts]),
         )
+
+
+def _stack(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Rows of all parts, -1 to the right of the narrower ones; None if a part has none."""
+    if any(part is None for part in parts):
+        return None
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in parts])
 
 
 class Task(Protocol):

@@ -358,8 +358,16 @@ class MultiplicationTask:
         firsts = [format_lines(a[:2], b[:2]).decode().splitlines() for a, b in self.operands["train"]]
         return [line for lines in firsts for line in lines][:6]
 
-    def splits(self) -> dict[str, TokenizedProblems]:
+    def splits(self, running_sums: bool = False) -> dict[str, TokenizedProblems]:
+        """The problems of each split; with the ĉ_k that belong to the answers' places if `running_sums`."""
         return {
-            split: TokenizedProblems.concatenate([encode(a, b) for a, b in parts])
+            split: TokenizedProblems.concatenate([_encode_with(a, b, running_sums) for a, b in parts])
             for split, parts in self.operands.items()
         }
+
+
+def _encode_with(a: np.ndarray, b: np.ndarray, with_sums: bool) -> TokenizedProblems:
+    problems = encode(a, b)
+    if with_sums:
+        problems.running_sums = torch.from_numpy(running_sums(a, b).c_hat.astype(np.int16))
+    return problems
