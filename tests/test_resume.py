@@ -52,7 +52,7 @@ def make(folder, splits, name, **changes):
     model = ICoTForCausalLM(ICoTConfig(n_embd=32, n_positions=splits["train"].max_length, resid_pdrop=0.1))
     values = {"max_steps": 40, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "warmup_steps": 3}
     values |= {"logging_steps": 4, "eval_steps": 9, "save_steps": 5, "optim": "muon", "disable_tqdm": True}
-    values |= {"lr_scheduler_type": "cosine"} | changes
+    values |= {"lr_scheduler_type": "cosine", "dynamics_every": 6} | changes
     args = ICoTTrainingArguments(output_dir=str(folder), **values)
     return ICoTTrainer(
         model, args, CURRICULA[name], splits["train"], splits["validation"], run_config={"name": name, **values}
@@ -60,8 +60,8 @@ def make(folder, splits, name, **changes):
 
 
 def lines(folder):
-    """metrics.jsonl without what a clock says."""
-    text = (Path(folder) / "metrics.jsonl").read_text()
+    """metrics.jsonl without what a clock says, and dynamics.jsonl."""
+    text = "".join(path.read_text() for path in sorted(Path(folder).glob("*.jsonl")))
     return [{k: v for k, v in json.loads(line).items() if k not in TIMED} for line in text.splitlines()]
 
 
@@ -106,6 +106,14 @@ def test_a_resumed_run_has_the_weights_and_the_log_of_an_undisturbed_one(undistu
     assert lines(tmp_path) == lines(folder)
     assert {k: v for k, v in resumed.items() if k != "seconds"} == {k: v for k, v in result.items() if k != "seconds"}
     assert len(list((tmp_path / "state").iterdir())) == 2
+
+
+def test_dynamics_do_not_disturb_the_training(undisturbed, splits, tmp_path):
+    name, _, expected, _ = undisturbed
+    trainer = make(tmp_path, splits, name, dynamics_every=None)
+    trainer.train()
+    assert not (tmp_path / "dynamics.jsonl").exists()
+    assert all(torch.equal(value, weights(trainer)[key]) for key, value in expected.items())
 
 
 def test_a_finished_run_resumes_to_its_end(undisturbed, splits, tmp_path):

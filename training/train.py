@@ -20,7 +20,7 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from transformers import AutoTokenizer
 
 from hf_icot import ArithmeticTokenizer, ICoTConfig, ICoTForCausalLM
-from hf_icot.analysis.plots import learning_curve
+from hf_icot.analysis.plots import learning_curve, schedule
 from hf_icot.arguments import ModelArguments, RecipeParser, TaskArguments
 from hf_icot.curriculum import CurriculumArguments
 from hf_icot.hub import write_model_card
@@ -140,6 +140,26 @@ def print_table(name: str, results: dict, totals: dict, folder: str) -> None:
     print(f"  run folder          {folder}\n")
 
 
+def print_plan(name: str, trainer: ICoTTrainer) -> None:
+    """The stages to come, as a table and a figure beside the run folder, which is not made."""
+    rows, args = trainer.plan(), trainer.args
+    if not trainer.is_main:
+        return
+    print(f"{name}, {trainer.curriculum.method}: {args.max_steps} steps of {trainer.batch_size} problems")
+    print("stage  hidden tokens  from step  steps        tokens  about seconds")
+    for number, row in enumerate(rows):
+        print(
+            f"{number:5d}  {row['hidden_tokens']:13d}  {row['start']:9d}  {row['steps']:5d}  {row['tokens']:12,d}  "
+            f"{row['seconds']:13.0f}"
+        )
+    total = sum(row["tokens"] for row in rows)
+    print(f"in all {total:,} tokens, about {sum(row['seconds'] for row in rows) / 60:.1f} minutes without evaluations")
+    if trainer.schedule.observe_steps:
+        print("gated: the stages are decided as the run goes; the table is that of a run that never leaves the first")
+    path = schedule(trainer.schedule.stages, args.max_steps, Path(f"{args.output_dir}-plan.png"))
+    print(f"drawn in {path}")
+
+
 def main() -> None:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--resume")
@@ -189,7 +209,7 @@ def main() -> None:
             )
         resolved = {k: v for part in (task_args, model_args, curriculum, args) for k, v in vars(part).items()}
         del resolved["overwrite_output_dir"]  # whoever starts from a run's recipe must not delete that run
-        if args.overwrite_output_dir and state.is_main_process and Path(args.output_dir).exists():
+        if args.overwrite_output_dir and not args.plan and state.is_main_process and Path(args.output_dir).exists():
             shutil.rmtree(args.output_dir)
         trainer = ICoTTrainer(
             model,
@@ -206,6 +226,9 @@ def main() -> None:
                 print(f"resuming {args.resume} after step {done}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if args.plan:
+        print_plan(task.name, trainer)
+        return
     folder = Path(args.output_dir)
     if state.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
