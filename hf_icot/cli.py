@@ -1,4 +1,4 @@
-"""The command line: `hf-icot data` writes problems as text, `hf-icot eval` scores a model on them."""
+"""The command line: `hf-icot data` writes problems as text, `eval` scores a model on them, `compare` compares runs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_data_command(commands)
     _add_eval_command(commands)
+    _add_compare_command(commands)
     args = parser.parse_args(argv)
     try:
         status = args.run(args)
@@ -162,6 +163,39 @@ def _evaluate(args: argparse.Namespace) -> int:
     print(f"  exact match         {result['exact_match']:.4f}")
     print(f"  per-digit accuracy  {'  '.join(f'c_{k} {x:.4f}' for k, x in enumerate(result['digit_accuracy']))}")
     print(f"  problems per second {result['problems_per_second']:.0f}")
+    return 0
+
+
+def _add_compare_command(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="what several training runs cost and reached",
+        description="Print a table of run folders, finished or not: steps, examples, tokens, time, accuracies, and "
+        "what it took to reach an exact match of 0.99 in the last stage.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder")
+    parser.add_argument(
+        "--out", metavar="DIR", help="write compare.png, compare.csv (the curves) and compare.json there"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    form.add_argument("--json", action="store_true", help="print everything, the curves too, as a JSON list")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from .analysis.runs import compare, table
+
+    rows = compare(args.runs)
+    text = json.dumps(rows, indent=2)
+    if args.out is not None:
+        from .analysis.plots import compare as draw
+
+        folder = Path(args.out)
+        draw(rows, folder / "compare.png")
+        (folder / "compare.json").write_text(text + "\n", encoding="utf-8")
+        print(f"written: compare.png, compare.csv and compare.json in {folder}", file=sys.stderr)
+    print(text if args.json else table(rows, markdown=args.markdown))
     return 0
 
 

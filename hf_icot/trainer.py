@@ -729,6 +729,7 @@ class ICoTTrainer:
             "step": self.step,
             "stage": self.stage.index,
             "hidden_tokens": self.stage.hidden,
+            "thinking_tokens": self.schedule.thinking_length,
             "tokens": self.tokens_seen,
             "seconds": round(self.seconds, 3),
             "learning_rate": self.schedulers[-1].get_last_lr()[0],

@@ -340,8 +340,10 @@ def test_the_script_leaves_a_loadable_run_folder(tmp_path):
     out, _ = launch(tmp_path / "run", "--cpu", "--num_processes", "1", "--", *flags)
     folder = tmp_path / "run"
     names = {p.name for p in folder.iterdir()}
-    assert names >= {"recipe.yaml", "metrics.jsonl", "stages", "figures", "results.json", "README.md", "config.json"}
-    assert {p.name for p in (folder / "figures").iterdir()} == {"learning_curve.png", "learning_curve.csv"}
+    assert names >= {"recipe.yaml", "metrics.jsonl", "stages", "stages.csv", "figures", "results.json", "README.md"}
+    assert {p.name for p in (folder / "figures").iterdir()} == {
+        f"{name}.{ending}" for name in ("learning_curve", "accuracy_by_hidden") for ending in ("png", "csv")
+    }
     results = json.loads((folder / "results.json").read_text())
     assert f"exact match         {results['test']['exact_match']:.4f}" in out and "run folder" in out
     model = AutoModelForCausalLM.from_pretrained(folder)

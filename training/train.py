@@ -20,7 +20,8 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from transformers import AutoTokenizer
 
 from hf_icot import ArithmeticTokenizer, ICoTConfig, ICoTForCausalLM
-from hf_icot.analysis.plots import learning_curve, schedule
+from hf_icot.analysis.plots import accuracy_by_hidden, dynamics, learning_curve, schedule
+from hf_icot.analysis.runs import write_stages_csv
 from hf_icot.arguments import ModelArguments, RecipeParser, TaskArguments
 from hf_icot.curriculum import CurriculumArguments
 from hf_icot.hub import write_model_card
@@ -260,7 +261,13 @@ def main() -> None:
     results = generated.to_dict()
     results["examples"] = worked_examples(tokenizer, test.select(shown), generated.predictions[shown])
     trainer.save_model(folder, totals["hidden_tokens"])
-    figure = learning_curve(folder, title=f"{task.name}, {curriculum.method}")
+    title = f"{task.name}, {curriculum.method}"
+    figure = learning_curve(folder, title=title)
+    write_stages_csv(folder)
+    if curriculum.method == "icot":
+        accuracy_by_hidden(folder, title=title)
+    if (folder / "dynamics.jsonl").exists():
+        dynamics(folder, folder / "figures" / "dynamics.png", [title])
     command = shlex.join(["accelerate", "launch", "training/train.py", *sys.argv[1:]])
     write_model_card(
         folder,

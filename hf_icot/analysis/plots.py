@@ -13,6 +13,11 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.colors import LogNorm  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
+
+from .runs import compare as compare_runs  # noqa: E402
+from .runs import read_metrics  # noqa: E402
+from .runs import stages as stages_of  # noqa: E402
 
 
 # Okabe and Ito's palette: told apart without red-green vision; line styles tell them apart in grey print.
@@ -42,12 +47,6 @@ def _save(figure, path: Path, columns: dict[str, list]) -> None:
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows(zip(*columns.values(), strict=True))
-
-
-def read_metrics(run: Path) -> list[dict]:
-    """The lines of a run folder's metrics.jsonl."""
-    with open(Path(run) / "metrics.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def read_dynamics(run: Path) -> dict[str, list]:
@@ -254,15 +253,153 @@ def schedule(stages: Sequence, max_steps: int, path: Path) -> Path:
 
     Args:
         stages: `hf_icot.curriculum.Stage`s, in order.
-        max_steps: where the run ends.
-        path: the PNG to write; a CSV of the stages stands beside it.
+        max_steps: where the run ends, and with it the figure.
+        path: the PNG to write.
+
+    Returns:
+        The PNG's path; a CSV of the stages that come before `max_steps` stands beside it.
+
+    Raises:
+        ValueError: no stage begins before `max_steps`.
     """
+    shown = [stage for stage in stages if stage.start < max_steps]
+    if not shown:
+        raise ValueError(f"none of {len(stages)} stages begins before max_steps={max_steps}")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    shown = [stage for stage in stages if stage.start < max_steps]
     starts, hidden = [stage.start for stage in shown], [stage.hidden for stage in shown]
+    most, left_out = max(1, *hidden), len(stages) - len(shown)
     figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
-    axes.step([*starts, max_steps], [*hidden, hidden[-1]], where="post", color=VERMILION)
-    axes.set(xlabel="training step", ylabel="thinking tokens hidden", ylim=(0, max(1, *hidden) * 1.08))
-    _save(figure, path, {"start": starts, "hidden_tokens": hidden})
+    axes.step([*starts, max_steps], [*hidden, hidden[-1]], where="post", color=VERMILION, linewidth=1.8)
+    axes.set(xlim=(0, max_steps), ylim=(-0.04 * most, 1.08 * most))
+    axes.set(xlabel="training step", ylabel="thinking\ntokens hidden")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    title = (
+        f"{len(shown)} stage{'s' * (len(shown) > 1)}, the last from step {starts[-1]:,}: {hidden[-1]} tokens hidden"
+    )
+    axes.set_title(title + (f"; {left_out} more would follow" if left_out else ""), fontsize=10)
+    ends = [*starts[1:], max_steps]
+    _save(figure, path, {"stage": [x.index for x in shown], "start": starts, "end": ends, "hidden_tokens": hidden})
     return path
+
+
+def accuracy_by_hidden(run: Path, path: Path | None = None, title: str = "") -> Path:
+    """Draw the validation accuracy at each stage's end against the thinking tokens hidden in it.
+
+    Digit accuracies are teacher forced, as the run logs them: a digit is right given the true tokens before it, so
+    that an error at one place does not count at the next.
+
+    Args:
+        run: a run folder with at least one stage at its end.
+        path: the PNG to write; `figures/accuracy_by_hidden.png` in the run folder if None.
+        title: printed above the figure.
+
+    Returns:
+        The PNG's path; the CSV with the numbers stands beside it.
+
+    Raises:
+        ValueError: the folder is no run, or none of its stages has ended yet.
+    """
+    ended = stages_of(run)
+    if not ended:
+        raise ValueError(f"no stage of {run} has ended yet")
+    path = Path(path or Path(run) / "figures" / "accuracy_by_hidden.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden, exact = [x["hidden_tokens"] for x in ended], [x["exact_match"] for x in ended]
+    digits = np.array([x["digit_accuracy"] for x in ended])
+    columns = {"hidden_tokens": hidden, "exact_match": exact, "mean_digit_accuracy": digits.mean(1).tolist()}
+    places = {f"accuracy_c{k}": values.tolist() for k, values in enumerate(digits.T)}
+    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    shades, styles = (
+        plt.get_cmap("viridis")(np.linspace(0, 0.82, len(places))),
+        ("--", "-.", ":", (0, (6, 1, 1, 1, 1, 1))),
+    )
+    alone = len(ended) == 1  # no line, but dots and ticks
+    heavy = {"linewidth": 2.2, "marker": "o", "markersize": 6 if alone else 3.5, "zorder": 3}
+    mean, mean_label = columns["mean_digit_accuracy"], "mean of digits,\ngiven the true\ntokens before"
+    axes.plot(hidden, mean, color=ORANGE, **heavy, label=mean_label)
+    axes.plot(hidden, exact, color=BLACK, **heavy, label="exact match,\nchain and answer")
+    for k, values in enumerate(places.values()):
+        style = {"color": shades[k], "linestyle": styles[k % 4], "linewidth": 1.2}
+        axes.plot(hidden, values, **style, marker="_" if alone else "", markersize=24, label=f"$c_{{{k}}}$")
+    axes.set(ylim=(-0.02, 1.02), xlabel="thinking tokens hidden", ylabel="held-out accuracy at the stage's end")
+    axes.set_xlim(*((hidden[0] - 1, hidden[0] + 1) if alone else (None, None)))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_title(title)
+    figure.legend(loc="outside right upper", handlelength=3.2, fontsize=9, frameon=False)
+    _save(figure, path, columns | places)
+    return path
+
+
+def compare(runs: Sequence[Path] | Sequence[dict], path: Path) -> Path:
+    """Draw several runs' exact match against examples, tokens and wall time, and what they hid below it.
+
+    Exact match is of what is left to write at that time, chain and answer. Lines are thin as long as some of the
+    chain is to be written, and heavy with markers from where all thinking tokens are hidden. A run without these
+    (its folder does not tell its batch size, or the length of its chain) is missing in that panel.
+
+    Args:
+        runs: run folders, or what `runs.compare` returned for them.
+        path: the PNG to write.
+
+    Returns:
+        The PNG's path. The CSV beside it has a row for each evaluation, and a column `run`.
+
+    Raises:
+        ValueError: a folder is no run, or none of them has been evaluated yet.
+    """
+    rows = runs if runs and all(isinstance(run, dict) for run in runs) else compare_runs(runs)
+    if not any(row["curves"]["step"] for row in rows):
+        raise ValueError(f"no evaluation to draw yet in {', '.join(row['path'] for row in rows)}")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    longest = max((row["seconds"] or 0 for row in rows), default=0)
+    per, unit = next((x for x in ((3600, "hours"), (60, "minutes")) if longest >= 2 * x[0]), (1, "seconds"))
+    figure, axes = plt.subplots(
+        2, 3, sharex="col", sharey="row", figsize=(11, 4.8), height_ratios=(3, 1), layout="constrained"
+    )
+    for number, row in enumerate(rows):
+        _draw_run(axes, row, number, {"examples": 1, "tokens": 1, "seconds": per})
+    for axis in axes[1, :2]:
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for axis, label in zip(axes[1], ("training examples", "tokens processed", f"wall time ({unit})"), strict=True):
+        axis.set_xlabel(label)
+        axis.set_xlim(left=0)
+    axes[0, 0].set(ylim=(-0.02, 1.02), ylabel="held-out exact match")
+    axes[1, 0].set(ylim=(-0.06, 1.08), ylabel="chain hidden")
+    axes[0, 1].set_title("heavy: every thinking token hidden", fontsize=10)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(len(rows), 5),
+        handlelength=4.5,
+        fontsize=9,
+        frameon=False,
+    )
+    curves = ("step", "examples", "tokens", "seconds", "exact_match", "hidden_tokens")
+    table = {"run": [row["name"] for row in rows for _ in row["curves"]["step"]]}
+    _save(figure, path, table | {name: [x for row in rows for x in row["curves"][name]] for name in curves})
+    return path
+
+
+def _draw_run(axes: np.ndarray, row: dict, number: int, units: dict[str, float]) -> None:
+    """One run's lines in the panels [2, len(units)] of `compare`."""
+    # As many styles as do not divide the colours: 35 runs differ in one of them.
+    color = (BLUE, VERMILION, GREEN, BLACK, ORANGE, PURPLE, SKY)[number % 7]
+    style = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))[number % 5]
+    marker = "osD^vPX"[number % 7]
+    curves, thinking = row["curves"], row["thinking_tokens"]
+    exact, hidden = np.array(curves["exact_match"], float), np.array(curves["hidden_tokens"], float)
+    bare = np.full(len(hidden), False) if thinking is None else hidden == thinking
+    for column, (name, unit) in enumerate(units.items()):
+        top, bottom = axes[:, column]
+        values = np.array(curves[name], float) / unit  # NaN where unknown, which draws nothing
+        top.plot(values, exact, color=color, linestyle=style, linewidth=0.9, alpha=0.8)
+        spacing = max(1, bare.sum() // 6)
+        heavy = {"linewidth": 2.2, "marker": marker, "markersize": 4.5, "markevery": int(spacing)}
+        top.plot(values[bare], exact[bare], color=color, linestyle=style, **heavy, label=row["name"])
+        if thinking:
+            x, y = np.concatenate([[0], values]), np.concatenate([hidden[:1], hidden]) / thinking
+            bottom.step(x, y, where="pre", color=color, linestyle=style, linewidth=1.3)
