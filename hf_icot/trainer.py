@@ -124,8 +124,7 @@ class ICoTTrainingArguments:
         default=None,
         metadata={
             "help": "Steps between measurements of each answer digit's loss, accuracy and gradient norm on a fixed "
-            "probe of 256 validation problems, written to dynamics.jsonl. 200 costs about 6 % of the time at 4x4. "
-            "Unset: none."
+            "probe of 256 validation problems, written to dynamics.jsonl. Unset: none."
         },
     )
     save_steps: int = field(
