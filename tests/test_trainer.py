@@ -454,3 +454,28 @@ def test_compiled_bf16_training_with_a_tracker(tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
         assert a["loss"] == pytest.approx(c["loss"], abs=2e-2)
     assert list((tmp_path / "c").rglob("events.out.tfevents.*"))
+
+
+def test_overwriting_deletes_a_run_and_nothing_else(tmp_path):
+    def attempt(folder, *flags):
+        small = ["--n_embd", "32", "--max_steps", "4", "--warmup_steps", "1", "--lr_decay_steps", "1"]
+        small += ["--train_size", "300", "--valid_size", "9", "--test_size", "9", "--disable_tqdm"]
+        command = [sys.executable, "training/train.py", *small, "--output_dir", str(folder), "--overwrite_output_dir"]
+        return subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+    foreign = tmp_path / "home"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("x")
+    done = attempt(foreign)
+    assert done.returncode == 2 and "thesis.txt" in done.stderr and (foreign / "thesis.txt").exists()
+    run = tmp_path / "run"
+    assert attempt(run).returncode == 0
+    before = (run / "results.json").read_text()
+    done = attempt(run, "--per_device_train_batch_size", "301")
+    assert done.returncode == 2 and (run / "results.json").read_text() == before
+    done = attempt(run, "--resume", str(run))
+    assert done.returncode == 2 and "exclude each other" in done.stderr and (run / "results.json").exists()
+    (run / "notes.txt").write_text("mine")
+    assert attempt(run).returncode == 2 and (run / "results.json").exists()
+    (run / "notes.txt").unlink()
+    assert attempt(run, "--seed", "1").returncode == 0 and (run / "results.json").read_text() != before

@@ -35,9 +35,28 @@ DEFAULT_RECIPE = Path(__file__).parent / "recipes" / "mult_3x2_icot.yaml"
 ARGUMENTS = (TaskArguments, ModelArguments, CurriculumArguments, ICoTTrainingArguments)
 
 
+# All that a run writes into its folder; --overwrite_output_dir touches nothing else.
+RUN_ENTRIES = frozenset(
+    "recipe.yaml metrics.jsonl dynamics.jsonl stages stages.csv state figures results.json README.md config.json "
+    "generation_config.json model.safetensors tokenizer.json tokenizer_config.json hf_icot".split()
+)
+
+
+def remove_run(folder: Path) -> None:
+    """Delete what a run wrote into a folder, and nothing else."""
+    for name in RUN_ENTRIES:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def choose_output_dir(args: ICoTTrainingArguments, recipe: str | None) -> str:
     """The run folder: the one asked for if it is free, else runs/<recipe>, numbered where that is taken."""
     if args.resume is not None:
+        if args.overwrite_output_dir:
+            raise ValueError("resume and overwrite_output_dir exclude each other: one takes up what the other deletes")
         if not (Path(args.resume) / "recipe.yaml").exists():
             raise ValueError(f"{args.resume} is no run folder: it holds no recipe.yaml")
         return args.resume
@@ -47,6 +66,13 @@ def choose_output_dir(args: ICoTTrainingArguments, recipe: str | None) -> str:
             raise ValueError(
                 f"output_dir {folder} is not empty: give another one, or --overwrite_output_dir to delete it"
             )
+        if folder.is_dir() and any(folder.iterdir()):
+            foreign = sorted({path.name for path in folder.iterdir()} - RUN_ENTRIES)
+            if foreign or not (folder / "recipe.yaml").exists():
+                what = ", ".join(foreign[:3]) or "no recipe.yaml"
+                raise ValueError(
+                    f"output_dir {folder} is not overwritten, since no run has written it ({what}): give another one"
+                )
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"output_dir {folder} is a file")
         return str(folder)
@@ -210,8 +236,6 @@ def main() -> None:
             )
         resolved = {k: v for part in (task_args, model_args, curriculum, args) for k, v in vars(part).items()}
         del resolved["overwrite_output_dir"]  # whoever starts from a run's recipe must not delete that run
-        if args.overwrite_output_dir and not args.plan and state.is_main_process and Path(args.output_dir).exists():
-            shutil.rmtree(args.output_dir)
         trainer = ICoTTrainer(
             model,
             args,
@@ -221,6 +245,8 @@ def main() -> None:
             tokenizer=tokenizer,
             run_config=resolved,
         )
+        if args.overwrite_output_dir and not args.plan and state.is_main_process:
+            remove_run(Path(args.output_dir))  # only now, when nothing in the new settings can be refused any more
         if args.resume:
             done = trainer.resume()
             if state.is_main_process:
