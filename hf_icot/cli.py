@@ -144,6 +144,12 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise ValueError(
             f"the longest problem has {problems.max_length} tokens, the model n_positions={model.config.n_positions}"
         )
+    trained = model.config.hidden_tokens
+    if args.hidden_tokens is not None and trained is not None and args.hidden_tokens != trained:
+        # Its position embeddings were re-ordered for that number alone when it was saved.
+        raise ValueError(
+            f"--hidden_tokens {args.hidden_tokens}: this checkpoint was saved for {trained}: use that stage's"
+        )
     model.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     hidden = model.config.hidden_tokens if args.hidden_tokens is None else args.hidden_tokens
     result = evaluate_generation(

@@ -82,6 +82,7 @@ def test_datasets_and_ragged_problems(checkpoint, capsys, tmp_path):
         (["--data", "{text}", "--limit", "0"], "--limit must be 1 or more, not 0"),
         (["--data", "{text}", "--batch_size", "-1"], "--batch_size must be 1 or more, not -1"),
         (["--data", "{text}", "--hidden_tokens", "-2"], "--hidden_tokens must be 0 or more, not -2"),
+        (["--data", "{text}", "--hidden_tokens", "1"], "this checkpoint was saved for 2"),
         (["--data", "{long}"], "n_positions=10"),
     ],
 )

@@ -215,6 +215,11 @@ def main() -> None:
         set_seed(args.seed)
         if model_args.model_name_or_path:
             model = ICoTForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=torch.float32)
+            if model.config.hidden_tokens and curriculum.keep_position and curriculum.hidden_as == "drop":
+                raise ValueError(
+                    f"{model_args.model_name_or_path} was saved for ordinary positions with "
+                    f"{model.config.hidden_tokens} thinking tokens hidden: go on with --no_keep_position"
+                )
         else:
             model = ICoTForCausalLM(
                 ICoTConfig(
